@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""Attention in float64, exact or with the rounding points of the kernels, each switchable.
+
+    out[t, h] = softmax(sm_scale * q[t, h] · K^T) V,  K = kv (576 dims), V = kv[..., :512],  real = stored * scale
+
+Three of the four results that the error split compares come from `attention`:
+
+- oracle: the bf16 originals, `rounding=EXACT`;
+- format: decoded stored values, `rounding=EXACT`;
+- stage: stored values, `rounding=KERNEL` (or `KERNEL_BF16`, `KERNEL_FP16`), the arithmetic of our kernels point by point.
+
+What `KERNEL` does to a row: its keys are cut into splits at multiples of `block_n` (`split_bounds`). Inside a split, tile
+by tile, m is the running maximum of the logits; P = exp(logit - m) * 2^8 is rounded to e4m3; every tile's P V is summed
+on its own and folded as O = O * alpha + tile. Two row sums are kept: of the rounded P, which divides the output, and of
+the unrounded P, which gives lse. Partial results of splits are merged with weights exp(lse_i - lse), where these lse are
+those of the rounded sums, so that the weights add up to 1. The output is multiplied by kv_scale and rounded once to
+bf16. What the kernels do in fp32 is float64 here, so `kernel - stage` shows fp32 and nothing else.
+
+The accumulator model (`Accumulator`, `tensor_core_matmul`) is off by default and goes into either product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mla_kernels.formats import D_V, ELEMENTS, round_to
+
+__all__ = [
+    "EXACT",
+    "KERNEL",
+    "KERNEL_BF16",
+    "KERNEL_FP16",
+    "Accumulator",
+    "Rounding",
+    "attention",
+    "gather",
+    "kernel_rounding",
+    "merge",
+    "split_bounds",
+    "tensor_core_matmul",
+]
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A tensor core's narrow accumulator.
+
+    One instruction adds `k_step` products to the accumulator. All addends and the accumulator are aligned to the largest
+    exponent among them (an exponent is that of the operands, a product's significand lies in [1, 4)), cut to
+    `fraction_bits` below it (toward zero), and summed exactly; the sum is normalised and cut again to `fraction_bits`.
+    `promote_every` contracted elements (tokens for P V, dims for Q K^T) the accumulator is added to a wide sum and
+    cleared; None: never, one accumulator in place to the end of the split. `truncate="sum"` cuts only the running sum.
+
+    Sources: MMA-Sim (arXiv 2511.10909), bit-accurate for Hopper's fp8 wgmma: 13 fraction bits, k = 32, every addend
+    cut. Agreeing: SageAttention2 (arXiv 2411.10958), accumulator of 1 + 8 + 13 bits; DeepSeek-V3 (arXiv 2412.19437,
+    section 3.3.2), "around 14 bits" (13 and the leading one), promotion every 128. For the method: Fasi, Higham,
+    Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science 7:e330 (2021).
+
+    `min_exponent` is the smallest operand exponent: subnormals align as if they had it (-6 for e4m3).
+    """
+
+    fraction_bits: int = 13
+    k_step: int = 32
+    promote_every: int | None = None
+    truncate: Literal["addends", "sum"] = "addends"
+    min_exponent: int = -6
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.fraction_bits <= 40:
+            raise ValueError(f"fraction_bits: expected 1 to 40, got {self.fraction_bits}")
+        if self.k_step < 1:
+            raise ValueError(f"k_step: expected a positive integer, got {self.k_step}")
+        if self.promote_every is not None and (self.promote_every < 1 or self.promote_every % self.k_step):
+            raise ValueError(
+                f"promote_every: expected None or a multiple of k_step = {self.k_step}, got {self.promote_every}"
+            )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounding points of a kernel, each switchable; None means exact.
+
+    `p_format` element of P before P V, `p_scale` the factor on P before rounding (a power of two), `row_sum` which sum
+    divides the output (of the "rounded" P that the product sees, or of the "unrounded"), `block_n` tokens a tile,
+    `pv_accumulator` and `qk_accumulator` the accumulator models, `out_format` element of the output.
+    """
+
+    p_format: str | None = None
+    p_scale: float = 1.0
+    row_sum: Literal["rounded", "unrounded"] = "rounded"
+    block_n: int = 64
+    pv_accumulator: Accumulator | None = None
+    qk_accumulator: Accumulator | None = None
+    out_format: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("p_format", self.p_format), ("out_format", self.out_format)):
+            if value is not None and value not in ELEMENTS:
+                raise ValueError(f"{name}: expected None or one of {', '.join(ELEMENTS)}, got {value!r}")
+        if not (self.p_scale > 0 and math.frexp(self.p_scale)[0] == 0.5):
+            raise ValueError(f"p_scale: expected a power of two, got {self.p_scale}")
+        if self.row_sum not in ("rounded", "unrounded"):
+            raise ValueError(f"row_sum: expected 'rounded' or 'unrounded', got {self.row_sum!r}")
+        if self.block_n < 1:
+            raise ValueError(f"block_n: expected a positive integer, got {self.block_n}")
+
+
+EXACT = Rounding()
+KERNEL = Rounding(p_format="e4m3", p_scale=256.0, out_format="bf16")
+KERNEL_BF16 = Rounding(p_format="bf16", out_format="bf16")
+KERNEL_FP16 = Rounding(p_format="fp16", out_format="fp16")
+
+
+def kernel_rounding(dtype: torch.dtype | str) -> Rounding:
+    """The rounding points of our kernels for inputs of `dtype` (torch dtype, or e4m3, bf16, fp16)."""
+    table: dict[torch.dtype | str, Rounding] = {
+        "e4m3": KERNEL,
+        torch.float8_e4m3fn: KERNEL,
+        "bf16": KERNEL_BF16,
+        torch.bfloat16: KERNEL_BF16,
+        "fp16": KERNEL_FP16,
+        torch.float16: KERNEL_FP16,
+    }
+    if dtype not in table:
+        raise ValueError(f"dtype: expected e4m3, bf16 or fp16, got {dtype}")
+    return table[dtype]
+
+
+def split_bounds(length: int, num_kv_splits: int = 1, block_n: int = 64) -> list[tuple[int, int]]:
+    """Token ranges of the splits of a row of `length` keys: cut at tiles of `block_n`, as even as whole tiles allow.
+
+    Never more splits than tiles, so none is empty; split i of n covers tiles i * tiles // n to (i + 1) * tiles // n.
+    """
+    if num_kv_splits < 1:
+        raise ValueError(f"num_kv_splits: expected a positive integer, got {num_kv_splits}")
+    tiles = -(-length // block_n)
+    n = min(num_kv_splits, tiles)
+    cuts = [i * tiles // n * block_n for i in range(n)] + [length] if n else []
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def gather(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    """Paged cache `[num_blocks, page_size, d]` to dense `[b, max(seq_lens), d]`, same dtype; zero past each length.
+
+    Reads only the slots of `block_table` `[b, max_blocks]` that a row of `seq_lens` `[b]` owns.
+    """
+    lens = [int(n) for n in seq_lens]
+    page = kv_cache.shape[1]
+    dense = torch.zeros(
+        len(lens), max(lens, default=0), kv_cache.shape[2], dtype=kv_cache.dtype, device=kv_cache.device
+    )
+    one_byte = kv_cache.element_size() == 1
+    source, target = (kv_cache.view(torch.uint8), dense.view(torch.uint8)) if one_byte else (kv_cache, dense)
+    for i, n in enumerate(lens):
+        pages = block_table[i, : -(-n // page)].long()
+        target[i, :n] = source[pages].flatten(0, 1)[:n]
+    return dense
+
+
+def attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    seq_lens: torch.Tensor | Sequence[int],
+    *,
+    sm_scale: float,
+    rounding: Rounding = EXACT,
+    num_kv_splits: int | Sequence[int] = 1,
+    q_scale: float = 1.0,
+    kv_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """MLA decode over a dense cache: `(out, lse)`, float64, `[b, s_q, h_q, 512]` and `[b, s_q, h_q]`, natural log.
+
+    q `[b, s_q, h_q, 576]` (or `[b, h_q, 576]`; s_q then drops out of the results too), kv `[b, s, 576]`, any float dtype:
+    real values, or stored values with `q_scale` and `kv_scale` (needed for a meaningful accumulator model). `seq_lens`
+    `[b]`: keys of a row; query token t of s_q sees `seq_len - s_q + t + 1` of them. A query without keys gives out 0 and
+    lse -inf. `num_kv_splits`: one number, or one a row. Values past a row's length are never read.
+    """
+    lens = [int(n) for n in seq_lens]
+    squeeze = q.dim() == 3
+    q = q.unsqueeze(1) if squeeze else q
+    b, s_q, h_q, d = q.shape
+    if kv.dim() != 3 or kv.shape[0] != b or kv.shape[2] != d or len(lens) != b:
+        raise ValueError(f"kv: expected [{b}, s, {d}] and {b} seq_lens, got {list(kv.shape)} and {len(lens)}")
+    if max(lens, default=0) > kv.shape[1]:
+        raise ValueError(f"seq_lens: expected at most the {kv.shape[1]} tokens of kv, got {max(lens)}")
+    splits = [num_kv_splits] * b if isinstance(num_kv_splits, int) else [int(n) for n in num_kv_splits]
+    if len(splits) != b:
+        raise ValueError(f"num_kv_splits: expected one number or {b}, got {len(splits)}")
+    out = torch.zeros(b, s_q * h_q, D_V, dtype=torch.float64, device=q.device)
+    lse = torch.full((b, s_q * h_q), -math.inf, dtype=torch.float64, device=q.device)
+    scale = sm_scale * q_scale * kv_scale
+    token = torch.arange(s_q, device=q.device).repeat_interleave(h_q)
+    for i, length in enumerate(lens):
+        if length == 0:
+            continue
+        rows = q[i].reshape(s_q * h_q, d).to(torch.float64)
+        visible = length - s_q + token + 1
+        step = max(1, _ROW_TOKENS // length)  # rows at a time, to bound memory
+        for r in range(0, s_q * h_q, step):
+            part = slice(r, r + step)
+            o, e = _rows(rows[part], kv[i, :length], visible[part], scale, rounding, splits[i])
+            out[i, part], lse[i, part] = o * kv_scale, e
+    if rounding.out_format is not None:
+        out = round_to(out, rounding.out_format)
+    out, lse = out.view(b, s_q, h_q, D_V), lse.view(b, s_q, h_q)
+    return (out.squeeze(1), lse.squeeze(1)) if squeeze else (out, lse)
+
+
+_ROW_TOKENS = 1 << 22  # logits held at once
+_TOKENS = 1 << 13  # tokens widened to float64 at once
+
+
+def _rows(
+    q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float, rounding: Rounding, splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows q [r, 576] of one sequence kv [n, 576] to stored-unit out [r, 512] and lse [r]."""
+    length, block = kv.shape[0], rounding.block_n
+    tiles = -(-length // block)
+    logits = torch.full((q.shape[0], tiles * block), -math.inf, dtype=torch.float64, device=q.device)
+    for t in range(0, length, _TOKENS):
+        k = kv[t : t + _TOKENS].to(torch.float64).T
+        s = q @ k if rounding.qk_accumulator is None else tensor_core_matmul(q, k, rounding.qk_accumulator)
+        logits[:, t : t + k.shape[1]] = s.mul_(scale)
+    if int(visible.min()) < length:
+        position = torch.arange(tiles * block, device=q.device)
+        logits.masked_fill_(position >= visible[:, None], -math.inf)
+
+    p = logits.view(-1, tiles, block)
+    running = p.amax(-1)  # [r, tiles], then its running maximum inside each split
+    bounds = [(begin // block, -(-end // block)) for begin, end in split_bounds(length, splits, block)]
+    for begin, end in bounds:
+        running[:, begin:end] = running[:, begin:end].cummax(-1).values
+    top = running.amax(-1, keepdim=True)
+    empty = running == -math.inf
+    weight = (running - top.masked_fill(top == -math.inf, 0.0)).exp_()  # [r, tiles], 0 where no key was seen yet
+    p.sub_(running.masked_fill(empty, 0.0).unsqueeze(-1)).exp_().mul_(rounding.p_scale)
+    exact_sum = (p.sum(-1) * weight).sum(-1)
+    if rounding.p_format is not None:
+        p = round_to(p, rounding.p_format)
+    divisor = (p.sum(-1) * weight).sum(-1) if rounding.row_sum == "rounded" else exact_sum
+    if rounding.pv_accumulator is None:
+        out = torch.zeros(q.shape[0], D_V, dtype=torch.float64, device=q.device)
+        weighted = p.mul_(weight.unsqueeze(-1)).flatten(1)
+        for t in range(0, length, _TOKENS):
+            v = kv[t : t + _TOKENS, :D_V].to(torch.float64)
+            out += weighted[:, t : t + v.shape[0]] @ v
+    else:
+        out = _pv_accumulated(p, kv, weight, running, top, bounds, rounding.pv_accumulator)
+    lse = top.squeeze(-1) + (exact_sum / rounding.p_scale).log()
+    none = top == -math.inf
+    return (out / divisor.unsqueeze(-1)).masked_fill(none, 0.0), lse.masked_fill(none.squeeze(-1), -math.inf)
+
+
+def _pv_accumulated(
+    p: torch.Tensor,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    running: torch.Tensor,
+    top: torch.Tensor,
+    bounds: list[tuple[int, int]],
+    accumulator: Accumulator,
+) -> torch.Tensor:
+    """sum over tiles of weight * (P V) with the accumulator model; p [r, tiles, block], weights relative to `top`."""
+    r, _, block = p.shape
+    length = kv.shape[0]
+    out = torch.zeros(r, D_V, dtype=torch.float64, device=p.device)
+
+    def values(
+        first: int, last: int
+    ) -> torch.Tensor:  # V of tiles [first, last): [tiles, block, 512], zero past the end
+        v = kv[first * block : min(last * block, length), :D_V].to(torch.float64)
+        return torch.nn.functional.pad(v, (0, 0, 0, (last - first) * block - v.shape[0])).view(-1, block, D_V)
+
+    every = accumulator.promote_every
+    if every is not None and every <= block and block % every == 0:  # tiles do not see each other
+        batch = max(1, _TOKENS // block)
+        for begin, end in bounds:
+            for first in range(begin, end, batch):
+                last = min(first + batch, end)
+                tile = tensor_core_matmul(p[:, first:last].transpose(0, 1), values(first, last), accumulator)
+                out += torch.einsum("rt,trc->rc", weight[:, first:last], tile)
+        return out
+    for begin, end in bounds:
+        state = _State(accumulator, (r, D_V), p, kv)
+        for tile in range(begin, end):
+            if tile > begin:
+                alpha = (running[:, tile - 1] - running[:, tile].masked_fill(running[:, tile] == -math.inf, 0.0)).exp()
+                state.rescale(alpha.unsqueeze(-1))
+            state.add(p[:, tile], values(tile, tile + 1)[0])
+        out += state.total() * weight[:, end - 1 : end]
+    return out
+
+
+def tensor_core_matmul(a: torch.Tensor, b: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
+    """a `[..., r, k]` times b `[..., k, c]` as the modelled tensor core adds it up; float64 `[..., r, c]`.
+
+    The values of a and b are taken as they are: they must already be rounded to the element type that the instruction
+    reads. Leading dimensions of both must be equal.
+    """
+    lead = a.shape[:-2]
+    a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+    n, r, k = a.shape
+    c = b.shape[-1]
+    out = torch.empty(n, r, c, dtype=torch.float64, device=a.device)
+    wide_c = min(c, 2048)
+    batch = max(1, _PRODUCTS // (accumulator.k_step * r * wide_c))
+    for i in range(0, n, batch):
+        for j in range(0, c, wide_c):
+            x, y = a[i : i + batch], b[i : i + batch, :, j : j + wide_c]
+            state = _State(accumulator, (x.shape[0], r, y.shape[-1]), x, y)
+            state.add(x, y)
+            out[i : i + batch, :, j : j + wide_c] = state.total()
+    return out.view(*lead, r, c)
+
+
+_PRODUCTS = 1 << 20  # products held at once by the accumulator model: 4 MB an array, inside the cache
+
+
+def _few_bits(x: torch.Tensor) -> bool:
+    """Whether every value fits fp32 with at most 12 significant bits, so that products are exact in fp32."""
+    narrow = x.to(torch.float32)
+    return bool(((narrow.view(torch.int32) & 0xFFF) == 0).all()) and bool((narrow.to(x.dtype) == x).all())
+
+
+class _State:
+    """A running accumulator [..., r, c] with its wide sum. fp32 inside where exact (fp8 operands), else float64."""
+
+    def __init__(self, spec: Accumulator, shape: tuple[int, ...], *operands: torch.Tensor) -> None:
+        narrow = spec.truncate == "addends" and spec.fraction_bits <= 16 and all(_few_bits(x) for x in operands)
+        self.spec = spec
+        self.dtype, self.int_dtype = (torch.float32, torch.int32) if narrow else (torch.float64, torch.int64)
+        self.fraction, self.bias, self.field = (23, 127, 0xFF) if narrow else (52, 1023, 0x7FF)
+        device = operands[0].device
+        self.part = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.wide = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.since = 0
+        products = (*shape[:-2], spec.k_step, *shape[-2:])
+        if spec.truncate == "addends":
+            self.product = torch.empty(products, dtype=self.dtype, device=device)
+            self.cut = torch.empty(products, dtype=self.int_dtype, device=device)
+            self.exponent = torch.empty(products, dtype=torch.int16, device=device)
+
+    def rescale(self, alpha: torch.Tensor) -> None:
+        """The online softmax's O *= alpha, on registers: fp32."""
+        self.part = (self.part * alpha.to(torch.float32).to(self.dtype)).to(torch.float32).to(self.dtype)
+        self.wide *= alpha
+
+    def total(self) -> torch.Tensor:
+        return self.wide + self.part
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        step = self.spec.k_step
+        a, b = a.to(self.dtype), b.to(self.dtype)
+        if self.spec.truncate == "addends":
+            ea, eb = self._exponents(a), self._exponents(b)
+        for k in range(0, a.shape[-1], step):
+            ak, bk = a[..., k : k + step], b[..., k : k + step, :]
+            if self.spec.truncate == "addends":
+                self._fused(ak, bk, ea[..., k : k + step], eb[..., k : k + step, :])
+            else:
+                self.part = self._cut(self.part + ak @ bk, self.spec.fraction_bits)
+            self.since += step
+            if self.spec.promote_every is not None and self.since >= self.spec.promote_every:
+                self.wide += self.part
+                self.part.zero_()
+                self.since = 0
+
+    def _exponents(self, x: torch.Tensor) -> torch.Tensor:
+        """int16 exponents of operands: floor(log2 |x|), at least min_exponent; zero gets one that never wins."""
+        e = ((x.view(self.int_dtype) >> self.fraction) & self.field) - self.bias
+        return torch.where(x == 0, -1000, e.clamp_(min=self.spec.min_exponent)).to(torch.int16)
+
+    def _cut(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        """x cut toward zero to `bits` fraction bits of its own exponent (at most those of fp32)."""
+        drop = self.fraction - min(bits, 23)
+        return (x.contiguous().view(self.int_dtype) & -(1 << drop)).view(self.dtype)
+
+    def _fused(self, a: torch.Tensor, b: torch.Tensor, ea: torch.Tensor, eb: torch.Tensor) -> None:
+        n = a.shape[-1]
+        product, cut, exponent = (x.narrow(-3, 0, n) for x in (self.product, self.cut, self.exponent))
+        torch.mul(a.mT.unsqueeze(-1), b.unsqueeze(-2), out=product)
+        torch.add(ea.mT.unsqueeze(-1), eb.unsqueeze(-2), out=exponent)
+        own = ((self.part.view(self.int_dtype) >> self.fraction) & self.field) - self.bias
+        e = torch.maximum(exponent.amax(-3).to(self.int_dtype), own).clamp_(min=-100)
+        up = ((self.spec.fraction_bits - e + self.bias) << self.fraction).view(self.dtype)  # 2^(fraction_bits - e)
+        down = ((e - self.spec.fraction_bits + self.bias) << self.fraction).view(self.dtype)
+        cut.copy_(product.mul_(up.unsqueeze(-3)))  # float to integer cuts toward zero
+        total = cut.sum(-3, dtype=self.int_dtype) + (self.part * up).to(self.int_dtype)
+        self.part = self._cut(total.to(self.dtype), self.spec.fraction_bits).mul_(down)
+
+
+def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge shards of one sequence by their natural-log lse: outs `[n, ..., 512]`, lses `[n, ...]` to out and lse.
+
+    A shard without keys has lse -inf and weight 0, whatever its out holds; all shards empty gives 0 and -inf.
+    """
+    outs, lses = outs.to(torch.float64), lses.to(torch.float64)
+    lse = torch.logsumexp(lses, dim=0)
+    weights = (lses - lse.masked_fill(lse == -math.inf, 0.0)).exp()
+    empty = (lses == -math.inf).unsqueeze(-1)
+    return (outs.masked_fill(empty, 0.0) * weights.unsqueeze(-1)).sum(0), lse
