@@ -100,12 +100,12 @@ def fault(folder: Path) -> str | None:
 
 
 def open_cache(cache_dir: str | os.PathLike[str] | None, say: Callable[[str], None]) -> Path:
-    """The folder to use. A given `cache_dir` is used or refused; the default falls back to a temporary folder and says so."""
+    """The folder to use. A given `cache_dir` is used or refused; the default falls back to a temporary one and says so."""
     if cache_dir is not None:
         folder = Path(os.path.abspath(Path(cache_dir).expanduser()))
         if reason := fault(folder):
             raise BuildError(
-                f"cache_dir: {printable(str(folder))} {reason}; pass a folder of your own that you can write"
+                f"cache_dir {printable(str(folder))} {reason}; pass a folder of your own that you can write"
             )
         return folder
     default = Path(platformdirs.user_cache_dir("mla-kernels", appauthor=False))
@@ -121,7 +121,7 @@ def open_cache(cache_dir: str | os.PathLike[str] | None, say: Callable[[str], No
             with_reuse = "this process only"
         if second:
             raise BuildError(
-                f"no folder for built libraries: {printable(str(default))} {reason}; {printable(str(folder))} {second}. "
+                f"nowhere to put a built library: {printable(str(default))} {reason}; {printable(str(folder))} {second}. "
                 "Pass cache_dir= with a folder of your own that you can write"
             )
     say(f"{printable(str(default))} {reason}; using {printable(str(folder))} instead ({with_reuse})")
@@ -140,11 +140,10 @@ def lookup(root: Path, key: str) -> dict[str, Any] | None:
     """
     manifest = root / key / "manifest.json"
     try:
-        text = manifest.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        entry = json.loads(text)
+        try:
+            entry = json.loads(manifest.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         library = root / key / os.path.basename(entry["library"])
         if entry["format"] != FORMAT or entry["key"] != key:
             raise DamagedEntryError("its manifest is of another format or key")
@@ -180,7 +179,7 @@ def _write(path: Path, block: bytes) -> None:
 
 
 def commit(root: Path, key: str, library: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Make `library` the entry of `key`. Call it under the lock. Files that a process may have loaded are never written to."""
+    """Make `library` the entry of `key`, under the lock. A file that a process may have loaded is never written to."""
     entry = root / key
     for left in entry.glob(".incoming-*"):
         left.unlink()
@@ -195,21 +194,19 @@ def commit(root: Path, key: str, library: Path, fields: dict[str, Any]) -> dict[
 
 def prune(root: Path, key: str) -> None:
     """Delete old logs of this key, and entries beyond the newest KEPT_ENTRIES that nobody used for a day."""
-    for log in sorted((root / key).glob("build-*.log"))[:-KEPT_LOGS]:
-        log.unlink(missing_ok=True)
-    entries = []
-    for manifest in root.glob("*/manifest.json"):
-        with contextlib.suppress(OSError):
-            entries.append((manifest.stat().st_mtime, manifest))
-    for used, manifest in sorted(entries, reverse=True)[KEPT_ENTRIES:]:
-        if time.time() - used > _DAY:
-            manifest.unlink(missing_ok=True)  # first, so that what is left never counts as an entry
-            shutil.rmtree(manifest.parent, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for log in sorted((root / key).glob("build-*.log"))[:-KEPT_LOGS]:
+            log.unlink()
+        entries = [(manifest.stat().st_mtime, manifest) for manifest in root.glob("*/manifest.json")]
+        for used, manifest in sorted(entries, reverse=True)[KEPT_ENTRIES:]:
+            if time.time() - used > _DAY:
+                manifest.unlink()  # first, so that what is left never counts as an entry
+                shutil.rmtree(manifest.parent)
 
 
 @dataclass
 class Held:
-    """A lock that is held. `recovered` tells of a build that was killed before; `work` is this build's private folder."""
+    """A lock that is held. `recovered` tells of a build that was killed before; `folders` are private to this build."""
 
     handle: int
     recovered: str | None = None
@@ -219,11 +216,11 @@ class Held:
         """A new folder for this build alone. It is named in the lock file first, so that it is found after a kill."""
         folder = parent / f"building-{os.getpid()}-{os.urandom(4).hex()}"
         self.folders.append(folder)
-        self._sign()
+        self.sign()
         folder.mkdir(mode=0o700)
         return folder
 
-    def _sign(self) -> None:
+    def sign(self) -> None:
         record = {
             "pid": os.getpid(),
             "since": time.strftime("%H:%M:%S"),
@@ -252,6 +249,32 @@ def _remove_left(folder: Path) -> None:
             shutil.rmtree(folder)
 
 
+def _acquire(root: Path, handle: int, say: Callable[[str], None]) -> Held:
+    told = False
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        if not told:
+            by = _holder(handle)
+            who = f"process {by['pid']}, since {by['since']}" if by else "another process"
+            say(f"waiting for the build of {who}")
+            told = True
+        time.sleep(0.05)
+    held = Held(handle)
+    before = _holder(handle)
+    if before:
+        held.recovered = f"the build of process {before['pid']} (since {before['since']}) was killed"
+        say(f"recovered: {held.recovered}; its unfinished files are removed")
+    for name in [*before.get("folders", ()), *map(str, root.glob("building-*"))]:
+        _remove_left(Path(name))
+    held.sign()
+    return held
+
+
 @contextlib.contextmanager
 def lock(root: Path, say: Callable[[str], None]) -> Iterator[Held]:
     """The only build in this cache, across threads and processes. Waits with a message, for as long as the holder lives.
@@ -259,32 +282,12 @@ def lock(root: Path, say: Callable[[str], None]) -> Iterator[Held]:
     A POSIX record lock: the system drops it when its holder ends in whatever way, and it is not handed on to forked
     children. The file itself means nothing; one that is left over, or made by hand, blocks nobody.
     """
-    told = False
-    with _threads, explained(root, "cannot lock the cache"):
-        handle = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with _threads:
+        with explained(root, "cannot lock the cache"):
+            handle = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            while True:
-                try:
-                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError as error:
-                    if error.errno not in (errno.EACCES, errno.EAGAIN):
-                        raise
-                if not told:
-                    by = _holder(handle)
-                    who = f"process {by['pid']}, since {by['since']}" if by else "another process"
-                    say(f"waiting for the build of {who}")
-                    told = True
-                time.sleep(0.05)
-            held = Held(handle)
-            before = _holder(handle)
-            if before:
-                held.recovered = f"the build of process {before['pid']} (since {before['since']}) was killed"
-            for name in [*before.get("folders", ()), *map(str, root.glob("building-*"))]:
-                _remove_left(Path(name))
-            if held.recovered:
-                say(f"recovered: {held.recovered}; its unfinished files are removed")
-            held._sign()
+            with explained(root, "cannot lock the cache"):
+                held = _acquire(root, handle, say)
             try:
                 yield held
             finally:
