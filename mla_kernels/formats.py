@@ -34,13 +34,13 @@ from typing import Literal
 import torch
 
 __all__ = [
-    "D",
     "D_ROPE",
     "D_V",
     "ELEMENTS",
     "FORMATS",
     "CacheFormat",
     "Counters",
+    "D",
     "Element",
     "Encoded",
     "allocate",

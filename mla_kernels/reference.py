@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -132,17 +133,18 @@ def kernel_rounding(dtype: torch.dtype | str) -> Rounding:
     return table[dtype]
 
 
-def split_bounds(length: int, num_kv_splits: int = 1, block_n: int = 64) -> list[tuple[int, int]]:
+def split_bounds(length: int, num_kv_splits: int | None = 1, block_n: int = 64) -> list[tuple[int, int]]:
     """Token ranges of the splits of a row of `length` keys: cut at tiles of `block_n`, as even as whole tiles allow.
 
     Never more splits than tiles, so none is empty; split i of n covers tiles i * tiles // n to (i + 1) * tiles // n.
+    None is the kernels' automatic plan: 8 tiles a split, at most 64 splits. Same plan as csrc/include/mla/scheduler.h.
     """
-    if num_kv_splits < 1:
-        raise ValueError(f"num_kv_splits: expected a positive integer, got {num_kv_splits}")
+    if num_kv_splits is not None and num_kv_splits < 1:
+        raise ValueError(f"num_kv_splits: expected None or a positive integer, got {num_kv_splits}")
     tiles = -(-length // block_n)
-    n = min(num_kv_splits, tiles)
+    n = min(min(-(-tiles // 8), 64) if num_kv_splits is None else num_kv_splits, tiles)
     cuts = [i * tiles // n * block_n for i in range(n)] + [length] if n else []
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(pairwise(cuts))
 
 
 def gather(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -170,7 +172,7 @@ def attention(
     *,
     sm_scale: float,
     rounding: Rounding = EXACT,
-    num_kv_splits: int | Sequence[int] = 1,
+    num_kv_splits: int | Sequence[int | None] | None = 1,
     q_scale: float = 1.0,
     kv_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +191,7 @@ def attention(
         raise ValueError(f"kv: expected [{b}, s, {d}] and {b} seq_lens, got {list(kv.shape)} and {len(lens)}")
     if max(lens, default=0) > kv.shape[1]:
         raise ValueError(f"seq_lens: expected at most the {kv.shape[1]} tokens of kv, got {max(lens)}")
-    splits = [num_kv_splits] * b if isinstance(num_kv_splits, int) else [int(n) for n in num_kv_splits]
+    splits = list(num_kv_splits) if isinstance(num_kv_splits, Sequence) else [num_kv_splits] * b
     if len(splits) != b:
         raise ValueError(f"num_kv_splits: expected one number or {b}, got {len(splits)}")
     out = torch.zeros(b, s_q * h_q, D_V, dtype=torch.float64, device=q.device)
@@ -217,7 +219,7 @@ _TOKENS = 1 << 13  # tokens widened to float64 at once
 
 
 def _rows(
-    q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float, rounding: Rounding, splits: int
+    q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float, rounding: Rounding, splits: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows q [r, 576] of one sequence kv [n, 576] to stored-unit out [r, 512] and lse [r]."""
     length, block = kv.shape[0], rounding.block_n
@@ -283,16 +285,16 @@ def _pv_accumulated(
         for begin, end in bounds:
             for first in range(begin, end, batch):
                 last = min(first + batch, end)
-                tile = tensor_core_matmul(p[:, first:last].transpose(0, 1), values(first, last), accumulator)
-                out += torch.einsum("rt,trc->rc", weight[:, first:last], tile)
+                tiles = tensor_core_matmul(p[:, first:last].transpose(0, 1), values(first, last), accumulator)
+                out += torch.einsum("rt,trc->rc", weight[:, first:last], tiles)
         return out
     for begin, end in bounds:
         state = _State(accumulator, (r, D_V), p, kv)
-        for tile in range(begin, end):
-            if tile > begin:
-                alpha = (running[:, tile - 1] - running[:, tile].masked_fill(running[:, tile] == -math.inf, 0.0)).exp()
-                state.rescale(alpha.unsqueeze(-1))
-            state.add(p[:, tile], values(tile, tile + 1)[0])
+        for t in range(begin, end):
+            if t > begin:
+                now = running[:, t]
+                state.rescale((running[:, t - 1] - now.masked_fill(now == -math.inf, 0.0)).exp().unsqueeze(-1))
+            state.add(p[:, t], values(t, t + 1)[0])
         out += state.total() * weight[:, end - 1 : end]
     return out
 
@@ -305,7 +307,7 @@ def tensor_core_matmul(a: torch.Tensor, b: torch.Tensor, accumulator: Accumulato
     """
     lead = a.shape[:-2]
     a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
-    n, r, k = a.shape
+    n, r, _ = a.shape
     c = b.shape[-1]
     out = torch.empty(n, r, c, dtype=torch.float64, device=a.device)
     wide_c = min(c, 2048)
