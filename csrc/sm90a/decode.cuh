@@ -1,0 +1,448 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Contributors to mla-kernels
+//
+// MLA decode in e4m3 on Hopper.
+//
+//   S = Q K^T                    [64 lines, 64 tokens] = [64, 576] x [64, 576]^T      wgmma m64n64k32, both from shared memory
+//   P = e4m3(2^(S c - m + 8))    m: running row maximum of S c, c = logit_scale * log2(e)
+//   T^T = V^T P^T                [512 dims, N lines] = [512, 64 tokens] x [N, 64]^T   wgmma m64nNk32, V^T from registers
+//   O^T = O^T alpha + T^T        alpha = 2^(m_old - m) by line: the rescale and the promotion to fp32 are one fma
+//   out = O / row sum
+//
+// A line is one head of one query token; a CTA has N = 16, 32 or 64 of them and walks its list of work (work.cuh).
+// fp8 wgmma wants both operands K-major, so PV needs V^T, while V lies [token][dim]. ldmatrix.trans on pairs of dims and
+// two byte permutes give exactly the register A fragment of V^T with the tokens of each 16-block in the order
+// 0 1 8 9 | 2 3 10 11 | 4 5 12 13 | 6 7 14 15. The sum over tokens does not mind, as long as P is in the same order, and
+// packing the accumulator of S two 8-blocks at a time *is* that order. Row g of the A fragment is dim 2g of a 16-block,
+// row g + 8 is dim 2g + 1, so a lane ends up with pairs of neighbouring dims.
+//
+//   role                     waits for                         signals
+//   scores (warps 0-3)       kv_full[stage]                    (its first warp issues TMA for later tiles)
+//                            p_empty[buffer]                   p_full[buffer]
+//   values (warps 4-7, 8-11) p_full[buffer], kv_full[stage]    p_empty[buffer]
+//                            each has 256 of the 512 dims
+// A stage needs no barrier of its own to become free: p_empty of tile t - 2 says that scores (before P) and values (after
+// PV) are done with its tokens, so at tile t the loader may refill that stage with tile t - 2 + kStages.
+//
+// Where values leave fp32: products of e4m3 in the tensor core (both wgmmas; its accumulator is narrower than fp32: 18 steps
+// of 32 for S, 2 for T), P to e4m3, the output to bf16. Row sums are fp32, of the rounded P (divides) and of the unrounded P
+// (gives lse).
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "load.cuh"
+
+namespace mla::sm90a {
+
+enum NamedBarrier : int { kScoresBarrier = 1 };
+
+// Where column (line) `c` of a tile keeps its alpha: the values warps read four floats at a time, lane j of a quad its
+// own columns 8n + 2j, 8n + 2j + 1, and the four lanes neighbouring 16-byte pieces.
+__device__ __forceinline__ int column_slot(int c) {
+  const int j = (c & 7) >> 1, k = (c >> 3) * 2 + (c & 1);
+  return (k >> 2) * 16 + j * 4 + (k & 3);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- scores
+
+// Q K^T of one stage, issued and committed, not waited for.
+__device__ __forceinline__ void issue_scores(float (&s)[32], const uint8_t* q, const uint8_t* kv) {
+  const uint64_t q_nope = matrix_descriptor<Swizzle::k128>(q);
+  const uint64_t k_nope = matrix_descriptor<Swizzle::k128>(kv);
+  const uint64_t q_rope = matrix_descriptor<Swizzle::k64>(q + kNopeTileBytes);
+  const uint64_t k_rope = matrix_descriptor<Swizzle::k64>(kv + kNopeTileBytes);
+  fence_registers(s);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kDimNope / 32; ++k) {
+    const uint64_t offset = ((k >> 2) * (kBlockN * kChunkBytes) + (k & 3) * 32) >> 4;
+    gmma_ss<Gmma<64>::SS>(s, q_nope + offset, k_nope + offset, k == 0 ? ScaleOut::Zero : ScaleOut::One);
+  }
+#pragma unroll
+  for (int k = 0; k < kDimRope / 32; ++k)
+    gmma_ss<Gmma<64>::SS>(s, q_rope + (k * 32 >> 4), k_rope + (k * 32 >> 4), ScaleOut::One);
+  cute::warpgroup_commit_batch();
+  fence_registers(s);
+}
+
+// Running state of the two lines g, g + 8 of a lane; row sums are of the lane's own columns until quad_sum().
+struct LineState {
+  float max[2];        // of S c, in powers of two
+  float sum[2];        // of rounded P, times 2^8
+  float sum_exact[2];  // of unrounded P, times 2^8
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// One tile: mask, maximum, P in e4m3 to shared memory, alpha, row sums. By warps that own real lines.
+// visible[i]: how many tokens of this tile line i may see (may be negative or above 64).
+__device__ __forceinline__ void softmax_tile(float (&s)[32], LineState& st, float scale, bool masked,
+                                             const int (&visible)[2], uint8_t* p, float* alpha_out) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+  const int row = (threadIdx.x >> 5) * 16 + g;
+  if (masked) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if ((i >> 2) * 8 + 2 * j + (i & 1) >= visible[(i >> 1) & 1]) s[i] = -INFINITY;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float m = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) m = fmaxf(m, fmaxf(s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]));
+    const float m_new = fmaxf(st.max[half], quad_max(m) * scale);
+    const float base = m_new == -INFINITY ? 0.f : m_new;  // a line without a visible token so far: P = 0
+    const float alpha = exp2_approx(st.max[half] - base);
+    st.max[half] = m_new;
+    const float shift = static_cast<float>(kLogPScale) - base;
+    float sum = 0.f, sum_exact = 0.f;
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int i = (2 * u + k) * 4 + half * 2;
+        const float p0 = exp2_approx(fmaf(s[i], scale, shift));
+        const float p1 = exp2_approx(fmaf(s[i + 1], scale, shift));
+        const uint16_t packed = to_e4m3x2(p0, p1);
+        const float2 rounded = from_e4m3x2(packed);
+        sum += rounded.x + rounded.y;
+        sum_exact += p0 + p1;
+        word |= static_cast<uint32_t>(packed) << (16 * k);
+      }
+      const int r = row + half * 8;
+      *reinterpret_cast<uint32_t*>(p + r * kBlockN + ((u ^ ((r >> 1) & 3)) << 4) + j * 4) = word;
+    }
+    st.sum[half] = fmaf(st.sum[half], alpha, sum);
+    st.sum_exact[half] = fmaf(st.sum_exact[half], alpha, sum_exact);
+    if (j == 0) alpha_out[column_slot(row + half * 8)] = alpha;
+  }
+}
+
+// After the last tile of a split: what O is multiplied with, and the log-sum-exps.
+template <class T>
+__device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& w, const LineState& st, float* scale_out) {
+  constexpr float kLn2 = 0.693147180559945309f;
+  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(st.sum[half]);
+    const float sum_exact = quad_sum(st.sum_exact[half]);
+    const int column = (threadIdx.x >> 5) * 16 + g + half * 8;
+    const int line = w.line_tile * T::N + column;
+    if (j != 0) continue;
+    const bool empty = sum == 0.f;
+    const bool whole = w.splits == 1;
+    scale_out[column_slot(column)] = empty ? 0.f : (whole ? p.d.out_scale : 1.f) / sum;
+    if (line >= p.lines) continue;
+    const float shift = (st.max[half] - static_cast<float>(kLogPScale)) * kLn2;
+    const float lse = empty ? -INFINITY : shift + logf(sum);
+    const float lse_exact = empty ? -INFINITY : shift + logf(sum_exact);
+    if (whole) {
+      const int token = line / p.d.h_q, head = line - token * p.d.h_q;
+      p.d.lse[w.row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] = lse_exact;
+    } else {
+      p.partial_lse[(static_cast<int64_t>(w.row) * p.max_splits + w.split) * p.lines + line] = make_float2(lse, lse_exact);
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void scores_role(const KernelParams& p, typename T::SharedStorage& sm) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const bool loads = !p.use_tma || warp == 0;
+  const bool has_lines = warp * 16 < T::N;
+  const float scale = p.d.logit_scale * 1.44269504088896341f;
+
+  TileLoader<T> loader(p);
+  if (loads) {
+    for (int i = 0; i < kStages; ++i) loader.issue(p, sm);
+  }
+  __syncwarp();
+
+  WorkList list(p);
+  Work w;
+  uint32_t t = 0;      // tiles so far, over all work
+  int stage = 0;       // t % kStages
+  uint32_t phase = 0;  // (t / kStages) & 1
+  float s[32];
+  while (list.next(p, w)) {
+    load_q<T>(p, w, sm);
+    if (p.use_tma) {  // else q lies in front of or among tile groups: wait below for it, too
+      copy_async_commit();
+      copy_async_wait<0>();
+    } else {
+      copy_async_commit();
+      copy_async_wait<0>();
+    }
+    fence_async_proxy();
+    warpgroup_sync(kScoresBarrier);
+
+    LineState st = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
+    int visible[2];  // tokens that lines g, g + 8 may see, counted from the current tile
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int line = w.line_tile * T::N + warp * 16 + (lane >> 2) + half * 8;
+      visible[half] = w.len - p.d.s_q + line / p.d.h_q + 1 - w.tile_begin * kBlockN;
+    }
+    const int all_see = w.len - p.d.s_q + 1;  // tokens below this every line sees
+
+    for (int tile = w.tile_begin; tile < w.tile_end; ++tile, ++t) {
+      const int buffer = t & 1;
+      if (p.use_tma) {
+        barrier_wait(&sm.kv_full[stage], phase);
+      } else {
+        copy_async_wait<kStages - 3>();
+        fence_async_proxy();
+        warpgroup_sync(kScoresBarrier);
+      }
+      issue_scores(s, sm.q, sm.kv[stage]);
+      barrier_wait(&sm.p_empty[buffer], ((t >> 1) & 1) ^ 1);  // values are done with tile t - 2
+      if (loads && t >= kPBuffers) loader.issue(p, sm);
+      __syncwarp();
+      cute::warpgroup_wait<0>();
+      fence_registers(s);
+      if (has_lines) {
+        softmax_tile(s, st, scale, (tile + 1) * kBlockN > all_see, visible, sm.p[buffer], sm.alpha[buffer]);
+        if (tile + 1 == w.tile_end) finish_lines<T>(p, w, st, sm.final_scale[buffer]);
+      }
+      visible[0] -= kBlockN;
+      visible[1] -= kBlockN;
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&sm.p_full[buffer]);
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    warpgroup_sync(kScoresBarrier);  // all warps have read q before the next one overwrites it
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- values
+
+// V^T fragments of 64 tokens (two wgmma steps) for the 16 dims of this warp in one block of 64 dims.
+struct ValueFragment {
+  uint32_t a[2][4];
+};
+
+// address: of the 16-byte piece of this lane's token (token = lane) and this warp's dims.
+// keep: bytes of tokens that exist, by step and by half of the step; only looked at where `masked`.
+__device__ __forceinline__ void load_values(ValueFragment& f, uint32_t address, bool masked, int valid) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    uint32_t r[4];
+    load_matrix_x4_trans(r, address + k * 32 * kChunkBytes);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // r[2h]: tokens 16h + 2j, + 1; r[2h + 1]: tokens 16h + 8 + 2j, + 1; each of a pair of dims
+      f.a[k][2 * h] = __byte_perm(r[2 * h], r[2 * h + 1], 0x6420);
+      f.a[k][2 * h + 1] = __byte_perm(r[2 * h], r[2 * h + 1], 0x7531);
+    }
+  }
+  if (masked) {  // tokens past the end of the row: whatever lies there (NaN, too) must not meet P = 0
+    const int j = threadIdx.x & 3;
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int token = k * 32 + h * 16 + 2 * j;
+        uint32_t keep = 0;
+        if (token < valid) keep |= 0x000000FF;
+        if (token + 1 < valid) keep |= 0x0000FF00;
+        if (token + 8 < valid) keep |= 0x00FF0000;
+        if (token + 9 < valid) keep |= 0xFF000000;
+        f.a[k][2 * h] &= keep;
+        f.a[k][2 * h + 1] &= keep;
+      }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void issue_values(float (&acc)[T::kAccumulators], const ValueFragment& f, uint64_t p_desc) {
+  using Atom = typename Gmma<T::N>::RS;
+  fence_registers(acc);
+  cute::warpgroup_arrive();
+  gmma_rs<Atom>(acc, f.a[0], p_desc, ScaleOut::Zero);
+  gmma_rs<Atom>(acc, f.a[1], p_desc + (32 >> 4), ScaleOut::One);
+  cute::warpgroup_commit_batch();
+}
+
+template <class T>
+__device__ __forceinline__ void fold(float (&o)[T::kAccumulators], float (&acc)[T::kAccumulators],
+                                     const float (&alpha)[T::N / 4]) {
+  fence_registers(acc);
+#pragma unroll
+  for (int i = 0; i < T::kAccumulators; ++i) o[i] = fmaf(o[i], alpha[(i >> 2) * 2 + (i & 1)], acc[i]);
+}
+
+template <class T>
+__device__ __forceinline__ void read_columns(float (&x)[T::N / 4], const float* from) {
+  const int j = threadIdx.x & 3;
+#pragma unroll
+  for (int q = 0; q < T::N / 16; ++q) {
+    const float4 v = *reinterpret_cast<const float4*>(from + q * 16 + j * 4);
+    x[4 * q] = v.x;
+    x[4 * q + 1] = v.y;
+    x[4 * q + 2] = v.z;
+    x[4 * q + 3] = v.w;
+  }
+}
+
+// O times the column scales: to out, or as fp32 partial where the row has several splits.
+template <class T>
+__device__ __forceinline__ void store_output(const KernelParams& p, const Work& w, float (&o)[kBlocksM][T::kAccumulators],
+                                             const float (&scale)[T::N / 4], int dim) {
+  const int j = threadIdx.x & 3;
+#pragma unroll
+  for (int c = 0; c < T::N / 4; ++c) {
+    const int line = w.line_tile * T::N + (c >> 1) * 8 + 2 * j + (c & 1);
+    if (line >= p.lines) continue;
+    const int i = (c >> 1) * 4 + (c & 1);  // and i + 2: the next dim
+    if (w.splits == 1) {
+      const int token = line / p.d.h_q, head = line - token * p.d.h_q;
+      __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + w.row * p.d.out_stride[0] + token * p.d.out_stride[1] +
+                           head * p.d.out_stride[2] + dim;
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m)
+        *reinterpret_cast<__nv_bfloat162*>(out + m * kRowsM) =
+            __floats2bfloat162_rn(o[m][i] * scale[c], o[m][i + 2] * scale[c]);
+    } else {
+      float* out = p.partial_o + ((static_cast<int64_t>(w.row) * p.max_splits + w.split) * p.lines + line) * kDimNope + dim;
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m)
+        *reinterpret_cast<float2*>(out + m * kRowsM) = make_float2(o[m][i] * scale[c], o[m][i + 2] * scale[c]);
+    }
+  }
+}
+
+// Rows without tokens are in nobody's list: out 0, lse -inf.
+__device__ __forceinline__ void fill_empty_rows(const KernelParams& p, int thread) {
+  for (int row = blockIdx.x; row < p.d.b; row += gridDim.x) {
+    if (WorkList::row_length(p, row) > 0) continue;
+    for (int i = thread; i < p.lines * (kDimNope / 2); i += 2 * kWarpgroup) {
+      const int line = i / (kDimNope / 2), dim = (i - line * (kDimNope / 2)) * 2;
+      const int token = line / p.d.h_q, head = line - token * p.d.h_q;
+      __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + row * p.d.out_stride[0] + token * p.d.out_stride[1] +
+                           head * p.d.out_stride[2];
+      *reinterpret_cast<uint32_t*>(out + dim) = 0;
+      if (dim == 0)
+        p.d.lse[row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] = -INFINITY;
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void values_role(const KernelParams& p, typename T::SharedStorage& sm) {
+  const int thread = threadIdx.x - kWarpgroup;
+  const int half = thread >> 7;  // dims [256 * half, ...)
+  const int warp = (thread >> 5) & 3, lane = thread & 31;
+  fill_empty_rows(p, thread);
+
+  // This lane's token of a step is `lane`; this warp's dims of block m are 64 m + 16 warp: piece 4 (m & 1) + warp of chunk m / 2.
+  const uint32_t piece = static_cast<uint32_t>(warp ^ (lane & 7)) << 4;
+  const uint32_t token_address =
+      shared_address(sm.kv[0]) + half * 2 * (kBlockN * kChunkBytes) + lane * kChunkBytes + piece;
+  const int dim = half * 256 + warp * 16 + (lane >> 2) * 2;
+  const uint64_t p_desc = matrix_descriptor<Swizzle::k64>(sm.p[0]);
+
+  WorkList list(p);
+  Work w;
+  uint32_t t = 0;
+  int stage = 0;
+  uint32_t phase = 0;
+  while (list.next(p, w)) {
+    float o[kBlocksM][T::kAccumulators];
+    float acc[T::kTileBuffers][T::kAccumulators];
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m)
+#pragma unroll
+      for (int i = 0; i < T::kAccumulators; ++i) o[m][i] = 0.f;
+
+    for (int tile = w.tile_begin; tile < w.tile_end; ++tile, ++t) {
+      const int buffer = t & 1;
+      const int valid = w.len - tile * kBlockN;
+      const bool masked = valid < kBlockN;
+      const uint32_t address = token_address + stage * kStageBytes;
+      ValueFragment f[2];
+      // P implies V (scores waited for the tokens first), but with TMA the tokens can be fetched before P is there.
+      if (p.use_tma)
+        barrier_wait(&sm.kv_full[stage], phase);
+      else
+        barrier_wait(&sm.p_full[buffer], (t >> 1) & 1);
+      load_values(f[0], address, masked, valid);
+      barrier_wait(&sm.p_full[buffer], (t >> 1) & 1);
+      float alpha[T::N / 4];
+      read_columns<T>(alpha, sm.alpha[buffer]);
+      const uint64_t desc = p_desc + (buffer * T::N * kBlockN >> 4);
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+        float(&now)[T::kAccumulators] = acc[m % T::kTileBuffers];
+        issue_values<T>(now, f[m & 1], desc);
+        if constexpr (T::kTileBuffers == 2) {
+          if (m > 0) cute::warpgroup_wait<1>();
+        }
+        if (m + 1 < kBlocksM)
+          load_values(f[(m + 1) & 1], ((address + ((m + 1) >> 1) * (kBlockN * kChunkBytes)) ^ (((m + 1) & 1) << 6)), masked,
+                      valid);
+        if constexpr (T::kTileBuffers == 2) {
+          if (m > 0) fold<T>(o[m - 1], acc[(m - 1) % 2], alpha);
+        } else {
+          cute::warpgroup_wait<0>();
+          fold<T>(o[m], now, alpha);
+        }
+      }
+      if constexpr (T::kTileBuffers == 2) {
+        cute::warpgroup_wait<0>();
+        fold<T>(o[kBlocksM - 1], acc[(kBlocksM - 1) % 2], alpha);
+      }
+      if (tile + 1 == w.tile_end) read_columns<T>(alpha, sm.final_scale[buffer]);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&sm.p_empty[buffer]);
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+      if (tile + 1 == w.tile_end) store_output<T>(p, w, o, alpha, dim);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- kernel
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ KernelParams p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  auto& sm = *reinterpret_cast<typename T::SharedStorage*>(shared);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) barrier_init(&sm.kv_full[i], 1);
+    for (int i = 0; i < kPBuffers; ++i) {
+      barrier_init(&sm.p_full[i], 4);   // warps of scores
+      barrier_init(&sm.p_empty[i], 8);  // warps of values
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_async_proxy();
+  }
+  __syncthreads();
+  // The combine kernel may start now; it waits for this grid's end before it reads.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+  if (threadIdx.x < kWarpgroup) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::kScoresRegisters));
+    scores_role<T>(p, sm);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kValuesRegisters));
+    values_role<T>(p, sm);
+  }
+}
+
+}  // namespace mla::sm90a

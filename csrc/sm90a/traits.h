@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Contributors to mla-kernels
+//
+// What a kernel instantiation is made of: N query lines a CTA, the shared-memory plan, registers of each role.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "config.h"
+#include "mla/params.h"
+
+namespace mla::sm90a {
+
+// Everything the kernels get. Read from constant memory; the tensor maps must keep their 64-byte alignment.
+struct KernelParams {
+  CUtensorMap kv_nope;  // [num_blocks][4 chunks][page_size][128 B], 128-byte swizzle, box 64 tokens x 4 chunks
+  CUtensorMap kv_rope;  // [num_blocks][page_size][64 B], 64-byte swizzle, box 64 tokens
+  DecodeParams d;
+  float* partial_o;     // [b][max_splits][lines][512], normalised; rows with one split are not written
+  float2* partial_lse;  // [b][max_splits][lines]: (log-sum-exp of rounded P, of unrounded P)
+  int lines;            // s_q * h_q: line = i * h_q + h
+  int line_tiles;       // ceil(lines / N)
+  int max_splits;       // of any row: num_splits(capacity)
+  int capacity;         // tokens a row of block_table can hold
+  bool use_tma;         // page_size >= 64
+  bool q_aligned;       // q can be copied in pieces of 16 bytes
+};
+
+template <int N_>
+struct Traits {
+  static constexpr int N = N_;                 // query lines of a CTA: 16, 32 or 64
+  static constexpr int kAccumulators = N / 2;  // registers of one m64nN fp32 tile
+  // With 64 lines O fills 128 registers, so there is room for one tile of PV; else two alternate.
+  static constexpr int kTileBuffers = N == 64 ? 1 : 2;
+  // setmaxnreg: 104 + 2 * 200 = 88 + 2 * 208 = 504 = 3 * 168, what a CTA of 384 threads gets at launch.
+  static constexpr int kScoresRegisters = N == 64 ? 88 : 168;
+  static constexpr int kValuesRegisters = N == 64 ? 208 : 168;
+  static_assert(kScoresRegisters + 2 * kValuesRegisters <= 504);
+
+  struct SharedStorage {
+    alignas(1024) uint8_t q[kRowsM * kDim];          // [4][64 lines][128 B] swizzle 128 B, then [64][64 B] swizzle 64 B
+    alignas(1024) uint8_t kv[kStages][kStageBytes];  // the same with tokens as lines; K and V at once
+    alignas(1024) uint8_t p[kPBuffers][N * kBlockN];  // [N lines][64 tokens, permuted] e4m3, swizzle 64 B
+    alignas(16) float alpha[kPBuffers][N];            // rescale of O for this tile, order of column_slot()
+    alignas(16) float final_scale[kPBuffers][N];      // valid with the last tile: scale / row sum
+    alignas(8) uint64_t kv_full[kStages];             // TMA has written the stage
+    alignas(8) uint64_t p_full[kPBuffers];            // P, alpha (and final_scale) of a tile are written
+    alignas(8) uint64_t p_empty[kPBuffers];           // both values warpgroups are done with P and with V of that tile
+  };
+  static constexpr int kSharedBytes = static_cast<int>(sizeof(SharedStorage));
+  static_assert(kSharedBytes <= 232448, "227 KB is what a CTA can have");
+};
+
+}  // namespace mla::sm90a

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""Argument checks of the operator, in the order arch, dtype, device, layout, shape.
+
+They look at metadata only, so they also run while a graph is traced. Lengths and page ids are values: the target that reads
+them checks them. Every message holds the argument's name, what was expected, what came, and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+__all__ = ["TARGET_OF_CAPABILITY", "check_decode", "check_scale", "check_target"]
+
+D_NOPE, D_ROPE, D = 512, 64, 576
+MAX_HEADS = 128
+MAX_QUERY_TOKENS = 8
+MAX_SPLITS = 128
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+INPUT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+
+#: CUDA compute capability to the target that serves it. A pair that is not here never reaches a launch.
+TARGET_OF_CAPABILITY = {(9, 0): "sm90a", (10, 0): "sm100a"}
+
+
+def _fail(kind: type[Exception], name: str, expected: str, got: object, way_out: str) -> NoReturn:
+    raise kind(f"mla_decode: {name}: expected {expected}, got {got}; {way_out}")
+
+
+def check_target(device: torch.device, targets: tuple[str, ...], capability: tuple[int, int] | None = None) -> None:
+    """The device has a target, and the loaded build holds it (`targets` is empty where none is loaded).
+
+    `capability` is asked from torch where it is not given. RuntimeError or NotImplementedError otherwise.
+    """
+    if device.type == "cpu":
+        needed: str | None = "cpu"
+    elif device.type == "cuda":
+        pair = capability or torch.cuda.get_device_capability(device)
+        needed = TARGET_OF_CAPABILITY.get(pair)
+        if needed is None:
+            known = ", ".join(f"{a}.{b}" for a, b in TARGET_OF_CAPABILITY)
+            _fail(
+                NotImplementedError,
+                "q_nope",
+                f"a device of compute capability {known}, or the CPU",
+                f"compute capability {pair[0]}.{pair[1]}",
+                "move the tensors to the CPU",
+            )
+    else:
+        _fail(
+            NotImplementedError, "q_nope", "a CPU or CUDA tensor", f"a {device.type} tensor", "move the tensors there"
+        )
+    if not targets:
+        _fail(
+            RuntimeError,
+            "build",
+            f"a loaded build with target {needed}",
+            "none",
+            f'call mla_kernels.build.load(targets=("{needed}",)) first',
+        )
+    if needed not in targets:
+        _fail(
+            NotImplementedError,
+            "build",
+            f"a loaded build with target {needed}",
+            f"one with {', '.join(targets)}",
+            f'call mla_kernels.build.load(targets=("{needed}",))',
+        )
+
+
+def check_scale(name: str, value: float) -> None:
+    """A scale is a finite number above 0 that stays so in fp32; ValueError otherwise."""
+    stored = torch.tensor(value, dtype=torch.float32).item() if math.isfinite(value) else value
+    if not (math.isfinite(stored) and stored > 0.0):
+        _fail(
+            ValueError,
+            name,
+            "a finite number above 0 in fp32",
+            value,
+            "real = stored * scale, so calibrate it or pass 1.0",
+        )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        _fail(TypeError, name, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor")
+
+
+def _check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, why: str = "") -> None:
+    if tensor.dtype != dtype:
+        way_out = f"pass {name}.to(torch.{_dtype_name(dtype)})"
+        if tensor.dtype == torch.uint8 and dtype == torch.float8_e4m3fn:
+            way_out = f"pass {name}.view(torch.float8_e4m3fn) if its bytes are e4m3 codes"
+        _fail(TypeError, name, f"{_dtype_name(dtype)}{why}", _dtype_name(tensor.dtype), way_out)
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], why: str) -> None:
+    if tuple(tensor.shape) != expected:
+        _fail(ValueError, name, f"shape {list(expected)}", list(tensor.shape), why)
+
+
+def _check_inner_stride(name: str, tensor: Tensor) -> None:
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        _fail(ValueError, name, "a last stride of 1", tensor.stride(-1), f"pass {name}.contiguous()")
+
+
+def _check_written(name: str, tensor: Tensor) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        _fail(
+            ValueError,
+            name,
+            "memory of its own for every element",
+            f"strides {list(tensor.stride())}",
+            "pass a real tensor, not an expanded one",
+        )
+
+
+def check_decode(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    sm_scale: float,
+    q_scale: float | Tensor = 1.0,
+    kv_scale: float | Tensor = 1.0,
+    num_kv_splits: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """Everything that metadata tells, for queries of 3 or 4 dimensions. TypeError for dtypes, ValueError for the rest."""
+    tensors = {"q_nope": q_nope, "q_pe": q_pe, "kv_cache": kv_cache, "seq_lens": seq_lens, "block_table": block_table}
+    tensors |= {k: v for k, v in (("out", out), ("lse", lse), ("workspace", workspace)) if v is not None}
+    tensors |= {k: v for k, v in (("q_scale", q_scale), ("kv_scale", kv_scale)) if isinstance(v, Tensor)}
+
+    for name, value in tensors.items():
+        _check_tensor(name, value)
+    if q_nope.dtype not in INPUT_DTYPES:
+        allowed = ", ".join(_dtype_name(d) for d in INPUT_DTYPES)
+        way_out = "convert it"
+        if q_nope.dtype == torch.uint8:
+            way_out = "pass q_nope.view(torch.float8_e4m3fn) if its bytes are e4m3 codes"
+        _fail(TypeError, "q_nope", f"one of {allowed}", _dtype_name(q_nope.dtype), way_out)
+    _check_dtype("q_pe", q_pe, q_nope.dtype, " as q_nope")
+    _check_dtype("kv_cache", kv_cache, q_nope.dtype, " as q_nope")
+    _check_dtype("seq_lens", seq_lens, torch.int32)
+    _check_dtype("block_table", block_table, torch.int32)
+    if out is not None:
+        _check_dtype("out", out, torch.float16 if q_nope.dtype == torch.float16 else torch.bfloat16)
+    if lse is not None:
+        _check_dtype("lse", lse, torch.float32)
+    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+        if isinstance(scale, Tensor):
+            _check_dtype(name, scale, torch.float32)
+
+    for name, tensor in tensors.items():
+        if tensor.device != q_nope.device:
+            _fail(
+                ValueError,
+                name,
+                f"device {q_nope.device} as q_nope",
+                tensor.device,
+                f'pass {name}.to("{q_nope.device}")',
+            )
+
+    for name in ("q_nope", "q_pe", "kv_cache", "block_table", "out"):
+        if name in tensors:
+            _check_inner_stride(name, tensors[name])
+    for name in ("out", "lse"):
+        if name in tensors:
+            _check_written(name, tensors[name])
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            _fail(
+                ValueError,
+                name,
+                "a tensor without gradient",
+                "requires_grad=True",
+                "decode has no backward: call it under torch.no_grad()",
+            )
+
+    _check_shapes(tensors)
+    if num_kv_splits is not None and not 1 <= num_kv_splits <= MAX_SPLITS:
+        _fail(
+            ValueError,
+            "num_kv_splits",
+            f"1 to {MAX_SPLITS}, or None for the automatic plan",
+            num_kv_splits,
+            "a row never gets more splits than it has tiles of 64 tokens",
+        )
+    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+        if not isinstance(scale, Tensor):
+            check_scale(name, scale)
+        elif scale.numel() != 1:
+            _fail(ValueError, name, "one element", list(scale.shape), "one scale serves the whole tensor")
+    if not math.isfinite(sm_scale):
+        _fail(ValueError, "sm_scale", "a finite number", sm_scale, "usually (128 + 64) ** -0.5 of the unabsorbed head")
+
+
+def _check_shapes(tensors: dict[str, Tensor]) -> None:
+    q_nope = tensors["q_nope"]
+    if q_nope.dim() not in (3, 4):
+        _fail(
+            ValueError,
+            "q_nope",
+            "shape [b, h_q, 512] or [b, s_q, h_q, 512]",
+            list(q_nope.shape),
+            "view it so",
+        )
+    *lead, h_q, _ = q_nope.shape
+    b = lead[0]
+    if len(lead) == 2 and not 1 <= lead[1] <= MAX_QUERY_TOKENS:
+        _fail(ValueError, "q_nope", f"s_q from 1 to {MAX_QUERY_TOKENS}", lead[1], "split the query tokens over calls")
+    if not 1 <= h_q <= MAX_HEADS:
+        _fail(ValueError, "q_nope", f"h_q from 1 to {MAX_HEADS}", h_q, "split the heads over calls")
+    rows = (*lead, h_q)
+    _check_shape("q_nope", q_nope, (*rows, D_NOPE), "q_nope holds the 512 latent dims")
+    _check_shape("q_pe", tensors["q_pe"], (*rows, D_ROPE), "q_pe holds the 64 rotary dims of the same queries")
+    cache = tensors["kv_cache"]
+    if cache.dim() != 3:
+        _fail(ValueError, "kv_cache", "shape [num_blocks, page_size, 576]", list(cache.shape), "view it so")
+    if cache.shape[1] not in PAGE_SIZES:
+        allowed = ", ".join(map(str, PAGE_SIZES))
+        _fail(ValueError, "kv_cache", f"page_size one of {allowed}", cache.shape[1], "repack the cache")
+    _check_shape("kv_cache", cache, (*cache.shape[:2], D), "a row is 512 latent and 64 rotary dims")
+    _check_shape("seq_lens", tensors["seq_lens"], (b,), "one length for each row of q_nope")
+    table = tensors["block_table"]
+    if table.dim() != 2:
+        _fail(
+            ValueError,
+            "block_table",
+            "shape [b, max_blocks]",
+            list(table.shape),
+            "one table row for each row of q_nope",
+        )
+    _check_shape("block_table", table, (b, table.shape[1]), "one table row for each row of q_nope")
+    if "out" in tensors:
+        _check_shape("out", tensors["out"], (*rows, D_NOPE), "allocate it so")
+    if "lse" in tensors:
+        _check_shape("lse", tensors["lse"], rows, "allocate it so")
