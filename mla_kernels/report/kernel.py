@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""The IPython kernel that the runner starts: `python -m mla_kernels.report.kernel LOG -f CONNECTION_FILE`.
+
+It differs from the plain one in two things that a run without a person needs.
+
+1. Output floods are held back where they arise. All text goes to LOG; of each cell the notebook gets the beginning, a
+   link to LOG and the end. (Sent on, 300 000 small prints overrun the message queue, and with it the message that says
+   that the cell has ended.)
+2. An error that was shown is an error. `!false`, `%run` of a failing script and a traceback printed by a hook would
+   otherwise leave the cell "ok".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ipykernel.iostream import OutStream
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.display import display
+from traitlets import Type
+
+__all__ = ["ReportKernel", "ReportShell", "ReportStream"]
+
+HEAD = 64_000  # characters of a cell's output that go to the notebook at once, a stream
+TAIL = 8_000  # characters of its end that follow when the cell is done
+
+
+class Log:
+    """The full text of all cells, written through at once so that a crash loses nothing."""
+
+    path: Path | None = None
+    heading = ""
+    _handle: int | None = None
+
+    @classmethod
+    def write(cls, text: str) -> None:
+        if cls.path is None or not text:
+            return
+        if cls._handle is None:
+            cls.path.parent.mkdir(parents=True, exist_ok=True)
+            cls._handle = os.open(cls.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if cls.heading:
+            text, cls.heading = f"\n── {cls.heading}\n{text}", ""
+        os.write(cls._handle, text.encode("utf-8", "replace"))
+
+
+class ReportStream(OutStream):
+    """stdout or stderr of the kernel: everything to the log, head and tail of each cell to the notebook."""
+
+    _sent = 0  # characters of this cell that went to the notebook
+    _held = 0  # characters of this cell that did not
+    _tail = ""
+
+    def write(self, string: str) -> int:
+        if not isinstance(string, str):
+            raise TypeError(f"write() argument must be str, not {type(string)}")
+        if not string.isascii():
+            string = string.encode("utf-8", "replace").decode()  # lone surrogates are not JSON
+        Log.write(string)
+        head = string[: max(HEAD - self._sent, 0)]
+        if head:
+            self._sent += len(head)
+            super().write(head)
+        rest = string[len(head) :]
+        if rest:
+            self._held += len(rest)
+            self._tail = (self._tail + rest)[-TAIL:]
+        return len(string)
+
+    def start_cell(self) -> None:
+        self._sent, self._held, self._tail = 0, 0, ""
+
+    def end_cell(self) -> None:
+        """Send the end of what was held back."""
+        if not self._held:
+            return
+        self.flush()
+        left_out, log = self._held - len(self._tail), f"logs/{Log.path.name}" if Log.path else ""
+        note = f"{left_out:,} characters of {self.name} are left out here."
+        display(
+            {
+                "text/html": f'<p class="mla-cut">{note} <a href="{escape(log)}">Full log</a></p>',
+                "text/plain": f"[{note} Full log: {log}]",
+            },
+            raw=True,
+        )
+        super().write(self._tail)
+        self.flush()
+        self.start_cell()
+
+    def _watch_pipe_fd(self) -> None:
+        """Take what C code and child processes write. (The plain class also echoes it to the terminal, a file here.)"""
+        fid: int | None = self._fid
+        if fid is None:
+            return
+        try:
+            while (data := os.read(fid, 1 << 16)) and self._should_watch:
+                self.write(data.decode(errors="replace"))
+        except Exception:
+            self._exc = sys.exc_info()
+
+
+class ReportShell(ZMQInteractiveShell):
+    """Shell that remembers an error it has shown."""
+
+    shown: BaseException | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.system_raise_on_error = True
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        self.shown = sys.exc_info()[1] or self.shown
+        super().showtraceback(*args, **kwargs)
+
+
+class ReportKernel(IPythonKernel):
+    """Kernel whose reply says "error" when an error was shown."""
+
+    shell_class = Type(ReportShell)
+    shell: ReportShell
+
+    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        shell = self.shell
+        shell.shown = None
+        streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, ReportStream)]
+        lines = [line for line in code.strip().splitlines() if line.strip()] or [""]
+        Log.heading = f"In [{shell.execution_count}]: {lines[0][:100]}"
+        for stream in streams:
+            stream.start_cell()
+        reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+        for stream in streams:
+            stream.end_cell()
+        if reply["status"] == "ok" and shell.shown is not None:
+            error = shell.shown
+            reply |= {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
+        return reply
+
+
+def main() -> None:
+    if sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]  # put there by -m
+    Log.path = Path(sys.argv[1])
+    IPKernelApp.launch_instance(
+        argv=sys.argv[2:], kernel_class=ReportKernel, outstream_class="mla_kernels.report.kernel.ReportStream"
+    )
+
+
+if __name__ == "__main__":
+    # Not as __main__, so that the classes are the same ones that the application imports by name.
+    from mla_kernels.report import kernel
+
+    kernel.main()

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""Notebooks and results as self-contained pages: no network, no scripts but a few lines, light and dark, print."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from bs4 import BeautifulSoup
+from jinja2 import Environment, FileSystemLoader
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+
+from mla_kernels.report.execute import Outcome
+from mla_kernels.report.files import write_text
+from mla_kernels.report.provenance import MAIN_PACKAGES
+from mla_kernels.report.values import number_text
+
+__all__ = ["duration_text", "render_index", "render_notebook"]
+
+TEMPLATES = Path(__file__).parent / "templates"
+THUMBNAIL = (640, 460)
+
+
+def duration_text(seconds: float) -> str:
+    """12.3 -> "12 s", 83 -> "1 min 23 s", 7500 -> "2 h 5 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+@functools.cache
+def _style() -> str:
+    from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+
+    def rules(style: str) -> str:
+        text: str = HtmlFormatter(style=style).get_style_defs(".highlight")
+        kept = [line for line in text.splitlines() if line.startswith(".highlight .") and "background" not in line]
+        return "\n".join(kept)
+
+    sheet = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+    ansi = "".join(
+        f".ansi-{name}-fg, .ansi-{name}-intense-fg {{ color: var(--{colour}); }}\n"
+        for name, colour in (
+            ("red", "bad"),
+            ("green", "ok"),
+            ("blue", "accent"),
+            ("cyan", "accent"),
+            ("yellow", "muted"),
+        )
+    )
+    dark = f"@media screen and (prefers-color-scheme: dark) {{\n{rules('github-dark')}\n}}"
+    return f"{sheet}\n{ansi}.ansi-bold {{ font-weight: 600; }}\n{rules('xcode')}\n{dark}"
+
+
+class _Renderer(IPythonRenderer):
+    """Headings with plain ids, formulas as MathML, and the title left to the page's header."""
+
+    def heading(self, text: str, level: int, **attributes: Any) -> str:
+        if level == 1:
+            return ""
+        return f'<h{level} id="{_slug(text)}">{text}</h{level}>\n'
+
+    def block_math(self, body: str) -> str:
+        return _mathml(body, "block")
+
+    def inline_math(self, body: str) -> str:
+        return _mathml(body, "inline")
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return _mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", "block")
+
+
+def _mathml(tex: str, display: str) -> str:
+    from latex2mathml.converter import convert
+
+    try:
+        return str(convert(tex.strip(), display=display))
+    except Exception:  # a formula that the converter does not know is still readable as it was typed
+        return f"<code>{escape(tex)}</code>"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^\w]+", "-", re.sub(r"<[^>]+>", "", text).lower()).strip("-") or "section"
+
+
+def _markdown(source: str) -> str:
+    return str(MarkdownWithMath(renderer=_Renderer(escape=False)).render(source))
+
+
+class _Exporter(HTMLExporter):
+    def markdown2html(self, source: str) -> str:
+        return _markdown(source)
+
+
+def render_notebook(
+    folder: Path,
+    name: str,
+    *,
+    outcome: Outcome,
+    pages: Sequence[Mapping[str, Any]],
+    machine: str,
+    commit: str,
+    parameters: Mapping[str, Any],
+    descriptions: Mapping[str, str],
+) -> None:
+    """Write `<name>.html` from the executed `<name>.ipynb` in the report folder.
+
+    Args:
+        pages: `name` and `title` of every notebook of the report, in order, for the links between them.
+        parameters: the values of this run.
+        descriptions: parameter name -> what it is.
+    """
+    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+    here = [page["name"] for page in pages].index(name)
+    results = read_results(folder, name)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            lines = len(cell.source.strip().splitlines())
+            cell.metadata["summary"] = f"Code, {lines} line{'' if lines == 1 else 's'}"
+            cell.metadata["failed"] = bool(outcome.reason) and bool(cell.metadata.get("papermill", {}).get("exception"))
+            for output in cell.outputs:
+                _readable(output)
+    log = f"logs/{name}.txt"
+    page = {
+        "name": name,
+        "title": pages[here]["title"],
+        "report": pages[here]["report"],
+        "style": _style(),
+        "previous": pages[here - 1] if here else None,
+        "next": pages[here + 1] if here + 1 < len(pages) else None,
+        "reason": outcome.reason.splitlines()[0].rstrip(".:") if outcome.reason else "",
+        "cell": str(outcome.cell) if outcome.cell else "",
+        "claims": len(results.get("claims", [])),
+        "seconds": duration_text(outcome.seconds),
+        "machine": machine,
+        "commit": commit,
+        "log": log if (folder / log).exists() else "",
+        "sections": _sections(notebook),
+        "parameters": [
+            {"name": key, "value": _value_text(value), "description": descriptions.get(key, "")}
+            for key, value in parameters.items()
+        ],
+    }
+    exporter = _Exporter(
+        template_name="notebook",
+        extra_template_basedirs=[str(TEMPLATES)],
+        exclude_anchor_links=True,
+        template_file="index.html.j2",
+    )
+    html, _ = exporter.from_notebook_node(notebook, resources={"page": page})
+    write_text(folder / f"{name}.html", _finish_html(html, folder))
+
+
+def read_results(folder: Path, name: str) -> dict[str, Any]:
+    """What `page.finish()` wrote, {} if it was not reached."""
+    path = folder / "results" / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _readable(output: Any) -> None:
+    """Control characters (a NUL from a compiler) are not HTML."""
+    if output.output_type == "stream":
+        output.text = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]", "\ufffd", output.text)
+
+
+def _sections(notebook: Any) -> list[dict[str, str]]:
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            for heading in BeautifulSoup(_markdown(cell.source), "html.parser").find_all("h2"):
+                found.append({"id": str(heading.get("id", "")), "text": heading.decode_contents()})
+    return found
+
+
+def _finish_html(html: str, folder: Path) -> str:
+    """Tables scroll in their own box; links lead somewhere inside of the report, or are no links."""
+    soup = BeautifulSoup(html, "html.parser")
+    for table in soup.find_all("table"):
+        if not any("mla-table" in (parent.get("class") or []) for parent in table.parents):
+            table.wrap(
+                soup.new_tag(
+                    "div", attrs={"class": "mla-table", "tabindex": "0", "role": "region", "aria-label": "Table"}
+                )
+            )
+    for element in soup.find_all(style=True):
+        if element.name in ("table", "th", "td", "tr"):
+            del element["style"]
+    for link in soup.select("main a[href]"):
+        target = str(link["href"])
+        if re.match(r"[a-z][a-z0-9+.-]*:|#", target):
+            continue
+        path, mark, fragment = target.partition("#")
+        if path.endswith(".ipynb"):
+            path = f"{Path(path).stem}.html"
+        if path.endswith(".html") or (folder / path).exists():
+            link["href"] = path + mark + fragment
+        else:
+            link.unwrap()
+    return str(soup)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_value_text, value)) or "none"
+    return number_text(value) if not isinstance(value, dict) else json.dumps(value, ensure_ascii=False)
+
+
+def render_index(folder: Path, manifest: Mapping[str, Any], outcomes: Sequence[Outcome], *, verify_path: str) -> None:
+    """Write `index.html`: verdicts, claims, key numbers, thumbnails and provenance of the report folder."""
+    pages = [_index_page(folder, manifest, outcome) for outcome in outcomes]
+    claims = [claim for page in pages for claim in page["claims"]]
+    template = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True).get_template("index.html.j2")
+    html = template.render(
+        name=manifest["name"],
+        date=manifest["started"].replace("T", " ")[:16] + " UTC",
+        machine=machine_text(manifest),
+        duration=duration_text(manifest["seconds"]),
+        finished=all(outcome.finished for outcome in outcomes),
+        finished_pages=sum(outcome.finished for outcome in outcomes),
+        claims_total=len(claims),
+        claims_ok=sum(claim["ok"] for claim in claims),
+        pages=pages,
+        provenance=_provenance(manifest),
+        details=_details(manifest),
+        verify_path=verify_path,
+        style=_style(),
+    )
+    write_text(folder / "index.html", html)
+
+
+def machine_text(manifest: Mapping[str, Any]) -> str:
+    """The processor or GPU that a report ran on, in a few words."""
+    machine = manifest["machine"]
+    names = [gpu["name"] for gpu in machine["gpus"]]
+    cpu = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*", "", machine["cpu"])
+    return (", ".join(names) if names else f"CPU: {' '.join(cpu.split())}") + (
+        "" if names else f", {machine['cores']} cores"
+    )
+
+
+def _index_page(folder: Path, manifest: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    name = outcome.notebook
+    results = read_results(folder, name)
+    html = f"{name}.html" if (folder / f"{name}.html").is_file() else ""
+    values = {**results.get("records", {}), **results.get("timings", {})}
+    return {
+        "name": name,
+        "title": manifest["notebooks"][name]["title"],
+        "html": html,
+        "finished": outcome.finished,
+        "reason": outcome.reason.splitlines()[0].rstrip(".:") if outcome.reason else "",
+        "cell": str(outcome.cell) if outcome.cell else "",
+        "summary": _summary(folder, name),
+        "claims": results.get("claims", []),
+        "numbers": [
+            {"label": key.replace("_", " "), "value": number_text(values[key]), "unit": results["units"].get(key, "")}
+            for key in results.get("key_numbers", [])
+        ],
+        "figures": [
+            {**figure, "thumbnail": _thumbnail(folder / figure["png"])} for figure in results.get("figures", []) if html
+        ],
+    }
+
+
+def _summary(folder: Path, name: str) -> str:
+    """The first paragraph of the notebook, which says what it is about."""
+    path = folder / f"{name}.ipynb"
+    if not path.is_file():
+        return ""
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            first = BeautifulSoup(_markdown(cell.source), "html.parser").find("p")
+            if first is not None:
+                return _finish_html(f"<main>{first}</main>", folder).removeprefix("<main>").removesuffix("</main>")
+    return ""
+
+
+def _thumbnail(path: Path) -> str:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        small = image.convert("RGB")
+        small.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
+        data = io.BytesIO()
+        small.save(data, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def _provenance(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
+    machine, repository = manifest["machine"], manifest["repository"]
+    changed = repository["changed"]
+    dirty = (
+        f", with uncommitted changes in {', '.join(changed[:4])}{' and more' if len(changed) > 4 else ''}"
+        if changed
+        else ""
+    )
+    builds = {
+        json.dumps(build, sort_keys=True): build
+        for notebook in manifest["notebooks"].values()
+        if (build := notebook.get("environment", {}).get("build"))
+    }
+    rows = [
+        ("commit", (repository["commit"] or "not a git checkout") + dirty),
+        ("processor", f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB"),
+        ("GPU", "; ".join(f"{g['name']}, driver {g['driver']}" for g in machine["gpus"]) or "none"),
+        ("system", machine["system"]),
+        ("Python", f"{manifest['python']['version']} ({manifest['python']['executable']}), also for the notebooks"),
+        ("packages", ", ".join(f"{p} {manifest['packages'][p]}" for p in MAIN_PACKAGES if p in manifest["packages"])),
+        *(("kernels", _build_text(build)) for build in builds.values()),
+        ("profile", manifest["profile"]),
+        ("command", manifest["command"]),
+        ("time", f"{manifest['started']} to {manifest['ended']} (UTC)"),
+    ]
+    return [{"what": what, "value": value} for what, value in rows]
+
+
+def _build_text(build: Mapping[str, Any]) -> str:
+    info = {key: value for key, value in build["info"].items() if isinstance(value, (str, int, float, list))}
+    parts = [f"targets {', '.join(build['targets'])}", f"key {build['key']}"]
+    for key, value in info.items():
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if text and len(text) <= 200:
+            parts.append(f"{key.replace('_', ' ')} {text}")
+    return "; ".join(parts)
+
+
+def _details(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    notebooks = manifest["notebooks"].items()
+    parameters = [
+        (f"{n}: {key}", _value_text(value)) for n, entry in notebooks for key, value in entry["parameters"].items()
+    ]
+    hashes = [(entry["path"], entry["sha256"]) for _, entry in notebooks] + list(manifest["data"].items())
+    blocks = (
+        ("Parameters", parameters),
+        ("SHA-256 of notebooks and data", hashes),
+        (f"All {len(manifest['packages'])} packages", list(manifest["packages"].items())),
+    )
+    return [{"title": title, "rows": rows} for title, rows in blocks if rows]

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""Run notebooks and write the report folder.
+
+A run writes into `<reports>/<name>.unfinished`. Only when every notebook is finished does the folder get its marker
+`FINISHED` (hashes of all files) and its name `<reports>/<name>`, in place of an earlier report. So a folder of that
+name is always a finished report, a failed run leaves an earlier one alone, and what a failed run wrote can be read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mla_kernels.report.errors import ReportError
+from mla_kernels.report.execute import Outcome, Progress, execute
+from mla_kernels.report.files import file_hash, folder_lock, relative_name, repository_root, write_json
+from mla_kernels.report.parameters import Notebook, choose, load_profile, settle
+from mla_kernels.report.provenance import cuda_target, environment, seeds_of
+
+__all__ = ["FINISHED", "Plan", "ReportRun", "Reporter", "plan_run", "run_report", "state_of"]
+
+FINISHED = "FINISHED"
+TIME_LIMIT = 3600.0  # seconds a notebook
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run, checked: nothing is written before a plan stands."""
+
+    notebooks: tuple[Notebook, ...]
+    parameters: Mapping[str, Mapping[str, Any]]
+    profile: str
+    root: Path
+
+
+@dataclass(frozen=True)
+class ReportRun:
+    """A run that has ended. `folder` is the report, or the unfinished folder of a run that failed."""
+
+    folder: Path
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def finished(self) -> bool:
+        return all(outcome.finished for outcome in self.outcomes)
+
+    @property
+    def interrupted(self) -> bool:
+        return any(outcome.interrupted for outcome in self.outcomes)
+
+
+class Reporter:
+    """What a run tells on its way; this one keeps silent."""
+
+    def start(self, plan: Plan, folder: Path) -> None: ...
+
+    def notebook_start(self, notebook: Notebook) -> None: ...
+
+    def progress(self, notebook: Notebook, progress: Progress | None, seconds: float) -> None: ...
+
+    def notebook_end(self, notebook: Notebook, outcome: Outcome) -> None: ...
+
+
+def plan_run(
+    notebooks: Sequence[str] = (),
+    *,
+    profile: str = "auto",
+    parameters: Mapping[str, Any] | Sequence[str] = (),
+    root: Path | None = None,
+) -> Plan:
+    """Choose notebooks and settle their parameters.
+
+    Args:
+        notebooks: names, numbers or paths; none means those that the profile lists.
+        profile: "auto" (h200 where a supported GPU is, else cpu), a name under notebooks/params, or a YAML file.
+        parameters: `name=value` texts, or a mapping with Python values; see `parameters.settle`.
+        root: the checkout.
+
+    Raises:
+        ReportError: for anything that does not fit, before anything is written.
+    """
+    root = root or repository_root()
+    folder = root / "notebooks"
+    found = (cuda_target() or "cpu") if profile == "auto" else profile
+    # A notebook outside of the checkout may come without profiles beside it.
+    outside = profile == "auto" and bool(notebooks) and all(name.endswith(".ipynb") for name in notebooks)
+    listed = {} if outside and not (folder / "params" / f"{found}.yaml").is_file() else load_profile(found, folder)
+    chosen = choose(list(notebooks) or list(listed), folder)
+    if not chosen:
+        raise ReportError(f"NOTEBOOK: profile {found!r} lists no notebook: name one")
+    return Plan(tuple(chosen), settle(chosen, listed, parameters, folder), found, root)
+
+
+def run_report(
+    plan: Plan,
+    name: str,
+    *,
+    reports_dir: Path | None = None,
+    time_limit: float = TIME_LIMIT,
+    fail_fast: bool = False,
+    command: Sequence[str] = (),
+    reporter: Reporter | None = None,
+) -> ReportRun:
+    """Run a plan and write the report `<reports_dir>/<name>`.
+
+    One notebook that fails does not stop the others, unless `fail_fast`. An interrupt (KeyboardInterrupt) ends the
+    run, keeps what there is, and is returned, not raised.
+
+    Raises:
+        ReportError: when the name cannot be used or another process is writing this report.
+    """
+    reporter = reporter or Reporter()
+    reports = reports_dir or plan.root / "reports"
+    final = _report_folder(reports, name)
+    with folder_lock(reports / f".{name}.lock", f"the report {final}"):
+        old = reports / f".{name}.old"
+        if old.exists() and not final.exists():
+            old.rename(final)  # a run was killed in the very moment between the two renames below
+        work = reports / f"{name}.unfinished"
+        if work.exists():
+            shutil.rmtree(work)
+        work.mkdir(parents=True)
+        reporter.start(plan, work)
+        manifest = _manifest(plan, name, command)
+        write_json(work / "manifest.json", manifest)
+        outcomes = _run_all(plan, work, manifest, time_limit, fail_fast, reporter)
+        _write_summary(plan, work, final, manifest, outcomes)
+        if not all(outcome.finished for outcome in outcomes):
+            return ReportRun(work, tuple(outcomes))
+        hashes = {p.relative_to(work).as_posix(): file_hash(p) for p in sorted(work.rglob("*")) if p.is_file()}
+        write_json(work / FINISHED, {"finished": _now(), "sha256": hashes})
+        _replace(work, final, old)
+    return ReportRun(final, tuple(outcomes))
+
+
+def _report_folder(reports: Path, name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith(".unfinished") or name == "interactive":
+        raise ReportError(
+            '--name: expected letters, digits, "_", "-" and ".", not ending in ".unfinished" and not "interactive", '
+            f"got {name!r}"
+        )
+    final = reports / name
+    if final.exists() and not (final / FINISHED).is_file():
+        raise ReportError(f"--name: {final} is there and is not a report (it has no {FINISHED}): choose another name")
+    return final
+
+
+def _replace(work: Path, final: Path, old: Path) -> None:
+    """Give the finished folder its name; the earlier report goes only when the new one is in its place."""
+    if old.exists():
+        shutil.rmtree(old)
+    if final.exists():
+        final.rename(old)
+    work.rename(final)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _manifest(plan: Plan, name: str, command: Sequence[str]) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "name": name,
+        "profile": plan.profile,
+        "command": shlex.join(command),
+        "started": _now(),
+        "ended": "",
+        "seconds": 0.0,
+        "finished": False,
+        **environment(plan.root),
+        "notebooks": {
+            n.name: {
+                "path": relative_name(n.path, plan.root),
+                "title": n.title,
+                "sha256": n.sha256,
+                "parameters": dict(plan.parameters[n.name]),
+                "seeds": seeds_of(plan.parameters[n.name]),
+            }
+            for n in plan.notebooks
+        },
+    }
+
+
+def _run_all(
+    plan: Plan, work: Path, manifest: Mapping[str, Any], time_limit: float, fail_fast: bool, reporter: Reporter
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    stop = ""
+    for notebook in plan.notebooks:
+        if stop:
+            outcomes.append(Outcome(notebook.name, finished=False, reason=stop, ran=False))
+            continue
+        reporter.notebook_start(notebook)
+        outcome = execute(
+            notebook,
+            work,
+            plan.parameters[notebook.name],
+            time_limit=time_limit,
+            on_progress=lambda progress, seconds, notebook=notebook: reporter.progress(notebook, progress, seconds),  # type: ignore[misc]
+        )
+        outcome = _render(plan, notebook, work, manifest, outcome)
+        outcomes.append(outcome)
+        reporter.notebook_end(notebook, outcome)
+        if outcome.interrupted:
+            stop = "not run: interrupted before"
+        elif fail_fast and not outcome.finished:
+            stop = f"not run: {notebook.name} failed (--fail-fast)"
+    return outcomes
+
+
+def _render(plan: Plan, notebook: Notebook, work: Path, manifest: Mapping[str, Any], outcome: Outcome) -> Outcome:
+    from mla_kernels.report import render
+
+    if not (work / f"{notebook.name}.ipynb").is_file():
+        return outcome
+    pages = [{"name": n.name, "title": n.title, "report": manifest["name"]} for n in plan.notebooks]
+    try:
+        render.render_notebook(
+            work,
+            notebook.name,
+            outcome=outcome,
+            pages=pages,
+            machine=render.machine_text(manifest),
+            commit=manifest["repository"]["commit"],
+            parameters=plan.parameters[notebook.name],
+            descriptions={key: value.get("description", "") for key, value in notebook.schema.items()},
+        )
+    except KeyboardInterrupt:
+        return replace(outcome, finished=False, interrupted=True, reason="interrupted while its page was rendered")
+    return outcome
+
+
+def _write_summary(plan: Plan, work: Path, final: Path, manifest: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """results.json, the completed manifest.json and index.html."""
+    from mla_kernels.report.render import read_results, render_index
+
+    merged: dict[str, Any] = {"notebooks": {}, "timings": {}}
+    for outcome in outcomes:
+        results = read_results(work, outcome.notebook)
+        entry = manifest["notebooks"][outcome.notebook]
+        entry |= {"finished": outcome.finished, "reason": outcome.reason, "seconds": outcome.seconds}
+        if results:
+            merged["notebooks"][outcome.notebook] = {"claims": results["claims"], "records": results["records"]}
+            merged["timings"][outcome.notebook] = results["timings"]
+            entry["environment"] = results["environment"]
+    started = datetime.datetime.fromisoformat(manifest["started"])
+    manifest["ended"] = _now()
+    manifest["seconds"] = (datetime.datetime.fromisoformat(manifest["ended"]) - started).total_seconds()
+    manifest["finished"] = all(outcome.finished for outcome in outcomes)
+    write_json(work / "results.json", merged)
+    write_json(work / "manifest.json", manifest)
+    render_index(work, manifest, outcomes, verify_path=relative_name(final, plan.root))
+
+
+def state_of(folder: Path) -> str:
+    """ "" for a finished report, else what it is instead."""
+    if not folder.is_dir():
+        return "is not there"
+    if (folder / FINISHED).is_file():
+        return ""
+    if not (folder / "manifest.json").is_file():
+        return "is not a report (no manifest.json)"
+    try:
+        notebooks = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["notebooks"]
+        reasons = [
+            f"{name}: {entry['reason'].splitlines()[0]}" for name, entry in notebooks.items() if entry.get("reason")
+        ]
+    except (ValueError, KeyError) as error:
+        return f"has no readable manifest.json ({error})"
+    return "is not finished" + (
+        f" ({'; '.join(reasons)})" if reasons else " (its run was killed, or is still going on)"
+    )
