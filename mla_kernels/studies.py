@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""The computations behind the notebooks: parameters in, tables (DataFrames) out, one function per question.
+
+Inputs are drawn anew from a seed, never decoded from fp8 first; the kernel runs before the references. Names of columns
+are those that `mla_kernels.plots` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from mla_kernels import metrics, plots
+from mla_kernels.cases import Case, Results, inputs_from, make_inputs, run_case, select
+from mla_kernels.formats import FORMATS, decode, encode
+from mla_kernels.ops import loaded_targets, mla_decode
+from mla_kernels.reference import KERNEL, Accumulator, Rounding, attention
+
+__all__ = [
+    "accumulator_table",
+    "batch_table",
+    "case_table",
+    "describe",
+    "format_table",
+    "length_split_table",
+    "pick_device",
+    "recorded",
+    "rounding_table",
+    "run_distributions",
+    "tables_of",
+]
+
+QUANTILES = (0.5, 0.75, 0.9, 0.99, 0.999, 0.9999, 1.0)
+
+
+def pick_device(device: str = "auto") -> str:
+    """ "auto" gives "cuda" where the loaded library has a GPU target and torch sees a GPU, else "cpu"."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
+    gpu = torch.cuda.is_available() and any(target != "cpu" for target in loaded_targets())
+    if device == "cuda" and not gpu:
+        raise ValueError(
+            f'device: "cuda" needs a GPU and a library with a GPU target, loaded: {loaded_targets()}; use "auto"'
+        )
+    return "cuda" if device != "cpu" and gpu else "cpu"
+
+
+def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequence[str] = ()) -> pd.DataFrame:
+    """Every case of a group through kernel and references: a row a case, with the budget that it must meet.
+
+    Columns: case, dtype, distribution, b, s_q, h_q, longest, nonfinite, implementation_error, budget, format_error,
+    stage_error, total_error, lse_error (largest absolute difference to the format reference's lse).
+    """
+    rows = []
+    for case in select(group):
+        if names and case.name not in names:
+            continue
+        result = run_case(case, mla_decode, device)
+        assert result.kernel is not None
+        relative = result.split.relative()
+        rows.append(
+            {
+                "case": case.name,
+                "dtype": case.dtype,
+                "distribution": case.distribution,
+                "b": case.b,
+                "s_q": case.s_q,
+                "h_q": case.h_q,
+                "longest": max(case.seq_lens),
+                "nonfinite": metrics.nonfinite_count(result.kernel),
+                "implementation_error": metrics.relative_error(result.kernel, result.stage),
+                "budget": metrics.implementation_budget(max(case.seq_lens)),
+                "format_error": relative["format"],
+                "stage_error": relative["stage"],
+                "total_error": relative["total"],
+                "lse_error": metrics.max_abs_error(result.kernel_lse, result.format_lse),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def run_distributions(
+    distributions: Sequence[str],
+    *,
+    b: int,
+    h_q: int,
+    seq_len: int,
+    dtype: str = "e4m3",
+    seed: int = 0,
+    device: str = "cpu",
+) -> dict[str, Results]:
+    """The four results for each named distribution, same shape and seed."""
+    return {
+        name: run_case(
+            Case(f"study-{name}", "correctness", (seq_len,) * b, h_q=h_q, dtype=dtype, distribution=name, seed=seed),
+            mla_decode,
+            device,
+        )
+        for name in distributions
+    }
+
+
+def tables_of(results: dict[str, Results], *, budget: float) -> dict[str, pd.DataFrame]:
+    """The tables of notebook 02 from results by distribution.
+
+    split (distribution, part, relative_error, gain, max_abs), histogram, quantiles, rows (relative error of each row
+    against the oracle, with the verdict on kernel against stage), ulps (kernel against stage).
+    """
+    split, histogram, levels, rows, ulps = [], [], [], [], []
+    for name, result in results.items():
+        assert result.kernel is not None
+        parts = {**result.split.parts, "total": result.split.total}
+        split += result.split.rows(distribution=name)
+        binned = plots.log_histogram({part: error.flatten().tolist() for part, error in parts.items()})
+        histogram.append(binned.assign(distribution=name))
+        for part, error in parts.items():
+            found = metrics.quantiles(error, QUANTILES)
+            levels += [{"distribution": name, "part": part, "quantile": q, "abs_error": v} for q, v in found.items()]
+        errors = metrics.row_errors(result.kernel, result.oracle).flatten().tolist()
+        verdicts = metrics.row_verdicts(result.kernel, result.stage, budget=budget, previous=float("nan"))
+        rows += [
+            {"distribution": name, "row": i, "relative_error": error, "verdict": verdict.verdict}
+            for i, (error, verdict) in enumerate(zip(errors, verdicts, strict=True))
+        ]
+        ulps += [
+            {"distribution": name, "ulps": bar["bin"], "share": bar["share"], "count": bar["count"]}
+            for bar in metrics.ulp_histogram(result.kernel, result.stage)
+        ]
+    return {
+        "split": pd.DataFrame(split),
+        "histogram": pd.concat(histogram, ignore_index=True),
+        "quantiles": pd.DataFrame(levels),
+        "rows": pd.DataFrame(rows),
+        "ulps": pd.DataFrame(ulps),
+    }
+
+
+def format_table(
+    distributions: Sequence[str], formats: Sequence[str], *, b: int, h_q: int, seq_len: int, seed: int = 0
+) -> pd.DataFrame:
+    """Cache formats side by side: exact attention on decoded values against the oracle; queries stay bf16.
+
+    Columns: format, bytes_per_token, distribution, relative_error, gain_minus_1, share_saturated, share_flushed.
+    """
+    rows = []
+    for name in distributions:
+        inputs = make_inputs(
+            Case(f"study-{name}", "correctness", (seq_len,) * b, h_q=h_q, distribution=name, seed=seed)
+        )
+        oracle, _ = attention(inputs.q, inputs.kv, inputs.seq_lens, sm_scale=inputs.sm_scale)
+        for fmt in formats:
+            encoded = encode(inputs.kv, fmt)
+            out, _ = attention(inputs.q, decode(encoded), inputs.seq_lens, sm_scale=inputs.sm_scale)
+            rows.append(
+                {
+                    "format": fmt,
+                    "bytes_per_token": FORMATS[fmt].bytes_per_token,
+                    "distribution": name,
+                    "relative_error": metrics.relative_error(out, oracle),
+                    "gain_minus_1": metrics.gain_minus_1(out, oracle),
+                    "share_saturated": encoded.counters.share("saturated"),
+                    "share_flushed": encoded.counters.share("flushed"),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def rounding_table(
+    distributions: Sequence[str], roundings: dict[str, Rounding], *, b: int, h_q: int, seq_len: int, seed: int = 0
+) -> pd.DataFrame:
+    """Stage error of named sets of rounding points on the same e4m3 inputs, against the format result (float64).
+
+    Columns: rounding, distribution, relative_error, gain_minus_1.
+    """
+    rows = []
+    for name in distributions:
+        inputs = make_inputs(
+            Case(f"study-{name}", "correctness", (seq_len,) * b, h_q=h_q, distribution=name, seed=seed)
+        )
+        exact, _ = _stage(inputs, Rounding())
+        for label, rounding in roundings.items():
+            out, _ = _stage(inputs, rounding)
+            rows.append({"rounding": label, "distribution": name, **_against(out, exact)})
+    return pd.DataFrame(rows)
+
+
+def length_split_table(
+    lengths: Sequence[int],
+    distributions: Sequence[str],
+    *,
+    h_q: int,
+    q_std: float = 1.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> pd.DataFrame:
+    """Error split and gain of the kernel against context length, one row of the batch a length.
+
+    Columns: distribution, tokens, part, relative_error, gain, max_abs, nonfinite; and under part "kernel" the kernel
+    against the format result (relative_error, gain).
+    """
+    rows: list[dict[str, Any]] = []
+    for name in distributions:
+        for tokens in lengths:
+            case = Case(
+                f"study-{name}-{tokens}", "correctness", (tokens,), h_q=h_q, distribution=name, q_std=q_std, seed=seed,
+                num_kv_splits=None,
+            )  # fmt: skip
+            result = run_case(case, mla_decode, device)
+            assert result.kernel is not None
+            rows += result.split.rows(distribution=name, tokens=tokens)
+            against = _against(result.kernel.to(torch.float64).cpu(), result.format.cpu())
+            rows.append(
+                {
+                    "distribution": name,
+                    "tokens": tokens,
+                    "part": "kernel",
+                    "relative_error": against["relative_error"],
+                    "gain": against["gain_minus_1"],
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def accumulator_table(
+    lengths: Sequence[int],
+    accumulators: dict[str, Accumulator | None],
+    *,
+    distribution: str = "shifted_mean",
+    q_std: float = 1.0,
+    h_q: int = 4,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """What a tensor core's accumulator does at length: stage with each accumulator in P·V against the format result.
+
+    Columns: series, source ("model"), tokens, q_std, relative_error, gain_minus_1. None stands for fp32 and wider.
+    """
+    rows = []
+    for tokens in lengths:
+        case = Case(
+            f"study-{tokens}", "correctness", (tokens,), h_q=h_q, distribution=distribution, q_std=q_std, seed=seed
+        )
+        inputs = make_inputs(case)
+        exact, _ = _stage(inputs, Rounding())
+        for series, accumulator in accumulators.items():
+            out, _ = _stage(inputs, replace(KERNEL, pv_accumulator=accumulator))
+            rows.append({"series": series, "source": "model", "tokens": tokens, "q_std": q_std, **_against(out, exact)})
+    return pd.DataFrame(rows)
+
+
+def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0, device: str = "cpu") -> pd.DataFrame:
+    """One row alone, then among b − 1 others: does its answer change?  Automatic plan.
+
+    Columns: b, same_bits (row 0 equals its answer at the smallest batch, bit for bit), relative_error (row 0 against
+    the oracle).
+    """
+    widest = make_inputs(Case("study-batch", "correctness", (seq_len,) * max(batches), h_q=h_q, seed=seed))
+    oracle, _ = attention(widest.q[:1], widest.kv[:1], [seq_len], sm_scale=widest.sm_scale)
+    rows, first = [], None
+    for b in sorted(batches):
+        inputs = inputs_from(
+            widest.q[:b].to(device), widest.kv[:b].to(device), [seq_len] * b,
+            q_scale=widest.q_scale, kv_scale=widest.kv_scale, num_kv_splits=None, seed=seed + b,
+        )  # fmt: skip
+        out, lse = mla_decode(**inputs.args)
+        answer = (out[0].clone(), lse[0].clone())
+        first = first or answer
+        rows.append(
+            {
+                "b": b,
+                "same_bits": all(
+                    torch.equal(a.view(torch.uint8), c.view(torch.uint8)) for a, c in zip(answer, first, strict=True)
+                ),
+                "relative_error": metrics.relative_error(out[0].cpu(), oracle[0, 0]),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def recorded(gpu: str, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
+    """(provenance, rows) of `data/measurements/<gpu>/<name>.json`; FileNotFoundError names the file and those present."""
+    folder = Path(__file__).resolve().parents[1] / "data" / "measurements"
+    path = folder / gpu / f"{name}.json"
+    if not path.is_file():
+        present = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.json"))
+        raise FileNotFoundError(
+            f"recorded measurements: {gpu}/{name}.json is not there; present: {', '.join(present) or 'none'}"
+        )
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content["provenance"], pd.DataFrame(content["rows"])
+
+
+def describe(result: Results) -> dict[str, float]:
+    """Relative error of the parts and the total, and the residual of their sum: what notebook 02 records."""
+    return {**result.split.relative(), "residual": result.split.residual}
+
+
+def _stage(inputs: Any, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    return attention(
+        inputs.q_stored.to(torch.float32),
+        inputs.kv_stored.to(torch.float32),
+        inputs.seq_lens,
+        sm_scale=inputs.sm_scale,
+        q_scale=inputs.q_scale,
+        kv_scale=inputs.kv_scale,
+        rounding=rounding,
+    )
+
+
+def _against(out: torch.Tensor, ref: torch.Tensor) -> dict[str, float]:
+    return {
+        "relative_error": metrics.relative_error(out, ref.reshape(out.shape)),
+        "gain_minus_1": metrics.gain_minus_1(out, ref.reshape(out.shape)),
+    }
