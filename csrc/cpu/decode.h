@@ -131,9 +131,9 @@ static void load_tile(const DecodeParams& p, int row, int64_t begin, int n, floa
   }
 }
 
-// S[kTokens][kVectors * kW] += K[kTokens][64] Q[64][kVectors * kW]; the last block of k brings the scale, others 1
+// S[kTokens][kVectors * kW] += K[kTokens][64] Q[64][kVectors * kW]
 template <int kTokens, int kVectors>
-MLA_INLINE void qk_micro(const float* kv, const float* q, float* s, int m_pad, bool first, float scale) {
+MLA_INLINE void qk_micro(const float* kv, const float* q, float* s, int m_pad, bool first) {
   vf acc[kTokens][kVectors];
   for (int i = 0; i < kTokens; ++i)
     for (int v = 0; v < kVectors; ++v) acc[i][v] = vf{};
@@ -148,40 +148,46 @@ MLA_INLINE void qk_micro(const float* kv, const float* q, float* s, int m_pad, b
   for (int i = 0; i < kTokens; ++i)
     for (int v = 0; v < kVectors; ++v) {
       float* out = s + i * m_pad + v * kW;
-      store(out, (first ? acc[i][v] : load(out) + acc[i][v]) * scale);
+      store(out, first ? acc[i][v] : load(out) + acc[i][v]);
     }
 }
 
 template <int kTokens, int kVectors>
-MLA_INLINE int qk_some(const float* kv, const float* q, float* s, int m_pad, bool first, float scale, int i, int n) {
-  for (; i + kTokens <= n; i += kTokens)
-    qk_micro<kTokens, kVectors>(kv + i * kDim, q, s + i * m_pad, m_pad, first, scale);
+MLA_INLINE int qk_some(const float* kv, const float* q, float* s, int m_pad, bool first, int i, int n) {
+  for (; i + kTokens <= n; i += kTokens) qk_micro<kTokens, kVectors>(kv + i * kDim, q, s + i * m_pad, m_pad, first);
   return i;
 }
 
 template <int kVectors>
-static void qk_block(const float* kv, const float* q, float* s, int m_pad, int n, float logit_scale) {
-  constexpr int kTokens = kAccumulators / 2;
+static void qk_block(const float* kv, const float* q, float* s, int m_pad, int n) {
+  constexpr int kTokens = kAccumulators / kVectors;
   for (int k = 0; k < kDim; k += kBlockK) {
     const float* kv_k = kv + k;
     const float* q_k = q + k * kVectors * kW;
     const bool first = k == 0;
-    const float scale = k + kBlockK == kDim ? logit_scale : 1.0f;
-    int i = qk_some<kTokens, kVectors>(kv_k, q_k, s, m_pad, first, scale, 0, n);
-    i = qk_some<4, kVectors>(kv_k, q_k, s, m_pad, first, scale, i, n);
-    qk_some<1, kVectors>(kv_k, q_k, s, m_pad, first, scale, i, n);
+    int i = qk_some<kTokens, kVectors>(kv_k, q_k, s, m_pad, first, 0, n);
+    i = qk_some<4, kVectors>(kv_k, q_k, s, m_pad, first, i, n);
+    qk_some<1, kVectors>(kv_k, q_k, s, m_pad, first, i, n);
   }
 }
 
-static void qk(const Tile& t, int n, float scale) {
+static void qk(const Tile& t, int n) {
   for (int m = 0; m < t.m_pad; m += kBlockM) {
     const float* q = t.q + static_cast<int64_t>(m) * kDim;
     if (t.m_pad - m >= kBlockM) {
-      qk_block<2>(t.kv, q, t.s + m, t.m_pad, n, scale);
+      qk_block<2>(t.kv, q, t.s + m, t.m_pad, n);
     } else {
-      qk_block<1>(t.kv, q, t.s + m, t.m_pad, n, scale);
+      qk_block<1>(t.kv, q, t.s + m, t.m_pad, n);
     }
   }
+}
+
+// S to logits: scaled, and -inf where the token is in the future of the query (limits are all past the tile mostly).
+static void scale_and_mask(const Tile& t, int64_t tile, int n, float scale) {
+  for (int i = 0; i < n * t.m_pad; i += kW) store(t.s + i, load(t.s + i) * scale);
+  if (t.limit[0] >= tile + n) return;
+  for (int m = 0; m < t.m_pad; ++m)
+    for (int64_t i = t.limit[m] > tile ? t.limit[m] - tile : 0; i < n; ++i) t.s[i * t.m_pad + m] = -__builtin_inff();
 }
 
 // S to P in place, with the running maximum, both sums, and alpha for O. Lanes are query rows.
@@ -231,25 +237,28 @@ MLA_INLINE void pv_micro(const float* p, int m_pad, const float* kv, int n, floa
     }
 }
 
+// As many blocks of kRows as fit into rows [m, m_end); returns the first row that is left.
 template <int kRows, int kVectors>
-MLA_INLINE int pv_some(const Tile& t, const float* kv, int n, int d, int m, int m_end) {
+MLA_INLINE int pv_some(const Tile& t, int n, int d, int m, int m_end) {
   for (; m + kRows <= m_end; m += kRows)
-    pv_micro<kRows, kVectors>(t.s + m, t.m_pad, kv, n, t.o + static_cast<int64_t>(m) * kDimNope + d, t.alpha + m);
+    pv_micro<kRows, kVectors>(t.s + m, t.m_pad, t.kv + d, n, t.o + static_cast<int64_t>(m) * kDimNope + d, t.alpha + m);
   return m;
 }
 
-// Query rows [m_begin, m_end), which all see n tokens of the tile.
+// Query rows [m_begin, m_end), which all see n tokens of the tile. Few rows take more vectors, to keep the FMA units
+// busy.
 static void pv(const Tile& t, int m_begin, int m_end, int n) {
-  constexpr int kVectors =
-      kAccumulators / 6;  // 6 rows x kVectors fill the registers; 512 is a multiple of kVectors * kW
-  static_assert(kDimNope % (kVectors * kW) == 0);
+  constexpr int kVectors = kAccumulators / 6;
+  static_assert(kDimNope % (4 * kVectors * kW) == 0);
+  int m = m_begin;
   for (int d = 0; d < kDimNope; d += kVectors * kW) {
-    const float* kv = t.kv + d;
-    int m = pv_some<6, kVectors>(t, kv, n, d, m_begin, m_end);
-    m = pv_some<4, kVectors>(t, kv, n, d, m, m_end);
-    m = pv_some<2, kVectors>(t, kv, n, d, m, m_end);
-    pv_some<1, kVectors>(t, kv, n, d, m, m_end);
+    m = pv_some<6, kVectors>(t, n, d, m_begin, m_end);
+    m = pv_some<4, kVectors>(t, n, d, m, m_end);
   }
+  const int m_2 = m;
+  for (int d = 0; d < kDimNope; d += 2 * kVectors * kW) m = pv_some<2, 2 * kVectors>(t, n, d, m_2, m_end);
+  const int m_1 = m;
+  for (int d = 0; d < kDimNope; d += 4 * kVectors * kW) pv_some<1, 4 * kVectors>(t, n, d, m_1, m_end);
 }
 
 // One row of the result: o * factor, rounded once.
@@ -282,19 +291,14 @@ static void run_typed(const DecodeParams& p, const Item& item, float* scratch) {
     t.sum_rounded[m] = t.sum_exact[m] = 0.0f;
   }
   __builtin_memset(t.o, 0, sizeof(float) * kDimNope * t.m);
-  const int64_t last = t.limit[t.m - 1], first = t.limit[0];  // limits grow with the query token
-  if (end > last) end = last;
+  if (end > t.limit[t.m - 1]) end = t.limit[t.m - 1];  // limits grow with the query token
 
   if (begin < end) pack_q<kType>(p, item, t);
   for (int64_t tile = begin; tile < end; tile += kBlockN) {
     const int n = static_cast<int>(end - tile < kBlockN ? end - tile : kBlockN);
     load_tile<kType>(p, item.row, tile, n, t.kv);
-    qk(t, n, p.logit_scale * (fold * fold));
-    if (first < tile + n) {  // some token of this tile is in the future of some query
-      for (int m = 0; m < t.m_pad; ++m)
-        for (int64_t i = t.limit[m] > tile ? t.limit[m] - tile : 0; i < n; ++i)
-          t.s[i * t.m_pad + m] = -__builtin_inff();
-    }
+    qk(t, n);
+    scale_and_mask(t, tile, n, p.logit_scale * (fold * fold));
     softmax<kType>(t, n);
     for (int m = 0;
          m < t.m;) {  // rows of one query token see the same keys; a key that a row does not see is not multiplied

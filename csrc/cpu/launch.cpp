@@ -112,28 +112,24 @@ DecodeParams make_params(const DecodeArguments& a) {
   p.logit_scale = static_cast<float>(a.sm_scale * q_scale * kv_scale);
   p.out_scale = kv_scale;
   if (!std::isfinite(p.logit_scale))
-    fail("sm_scale", "sm_scale * q_scale * kv_scale finite in fp32", std::to_string(a.sm_scale * q_scale * kv_scale),
-         "lower a scale");
+    fail("sm_scale", "sm_scale * q_scale * kv_scale finite in fp32", a.sm_scale * q_scale * kv_scale, "lower a scale");
   return p;
 }
 
 // Lengths and page ids: the values that decide which memory is read.
 void check_values(const DecodeParams& p) {
   const int64_t capacity = p.max_blocks << p.page_size_log2;
+  const int64_t page_size = int64_t{1} << p.page_size_log2;
   for (int64_t row = 0; row < p.b; ++row) {
     const int64_t len = p.seq_lens[row * p.seq_lens_stride];
-    const std::string at = "[" + std::to_string(row) + "]";
-    if (len < 0) fail("seq_lens" + at, "0 or more", std::to_string(len), "a row without tokens has length 0");
+    if (len < 0) fail(text("seq_lens[", row, "]"), "0 or more", len, "a row without tokens has length 0");
     if (len > capacity)
-      fail("seq_lens" + at, "at most max_blocks * page_size = " + std::to_string(capacity), std::to_string(len),
-           "widen block_table");
+      fail(text("seq_lens[", row, "]"), text("at most max_blocks * page_size = ", capacity), len, "widen block_table");
     const int32_t* table = p.block_table + row * p.block_table_stride;
-    const int64_t pages = (len + (int64_t{1} << p.page_size_log2) - 1) >> p.page_size_log2;
-    for (int64_t i = 0; i < pages; ++i)
+    for (int64_t i = 0; i < ceil_div(len, page_size); ++i)
       if (table[i] < 0 || table[i] >= p.num_blocks)
-        fail("block_table[" + std::to_string(row) + ", " + std::to_string(i) + "]",
-             "a page id from 0 to " + std::to_string(p.num_blocks - 1), std::to_string(table[i]),
-             "seq_lens" + at + " = " + std::to_string(len) + " needs this page");
+        fail(text("block_table[", row, ", ", i, "]"), text("a page id from 0 to ", p.num_blocks - 1), table[i],
+             text("seq_lens[", row, "] = ", len, " needs this page"));
   }
 }
 
@@ -181,7 +177,7 @@ const char* isa() { return chosen().load()->isa; }
 std::string available_isas() {
   std::string names;
   for (const NamedKernels& k : all_kernels())
-    if (k.available) names += (names.empty() ? "" : ",") + std::string(k.kernels->isa);
+    if (k.available) names.append(names.empty() ? "" : ",").append(k.kernels->isa);
   return names;
 }
 
@@ -189,7 +185,7 @@ void set_isa(const std::string& name) {
   const Kernels* found = name == "auto" ? best_kernels() : nullptr;
   for (const NamedKernels& k : all_kernels())
     if (k.available && name == k.kernels->isa) found = k.kernels;
-  if (!found) fail("isa", "auto or one of " + available_isas(), name, "this processor has no other");
+  if (!found) fail("isa", text("auto or one of ", available_isas()), name, "this processor has no other");
   chosen().store(found);
 }
 
@@ -208,12 +204,11 @@ void mla_decode(const DecodeArguments& a, const Parallel& parallel) {
   const int64_t capacity = p.max_blocks << p.page_size_log2;
   const int64_t bytes = workspace_size(p.b, p.s_q, p.h_q, capacity, p.num_kv_splits);
   if (a.workspace) {
-    const int64_t have = a.workspace->size[0] * a.workspace->element_size;
-    if (a.workspace->ndim != 1 || (have > 1 && a.workspace->stride[0] != 1) || have < bytes)
-      fail("workspace", "a 1-D contiguous tensor of at least " + std::to_string(bytes) + " bytes",
-           shape_string(*a.workspace) + " of " + std::to_string(a.workspace->element_size) + " bytes each",
-           "ask workspace_size()");
-    if (reinterpret_cast<uintptr_t>(a.workspace->data) % sizeof(float) != 0)
+    const TensorView& w = *a.workspace;
+    if (w.ndim != 1 || (w.size[0] > 1 && w.stride[0] != 1) || w.size[0] * w.element_size < bytes)
+      fail("workspace", text("a 1-D contiguous tensor of at least ", bytes, " bytes"),
+           text(shape_string(w), " of ", w.element_size, " bytes each"), "ask workspace_size()");
+    if (reinterpret_cast<uintptr_t>(w.data) % sizeof(float) != 0)
       fail("workspace", "an address that is a multiple of 4", "another", "pass the tensor as it was allocated");
   }
   check_values(p);

@@ -18,6 +18,7 @@ inline constexpr int kRopeTileBytes = kBlockN * kDimRope;
 inline constexpr int kStageBytes = kNopeTileBytes + kRopeTileBytes;  // 36 KB: 64 tokens
 inline constexpr int kStages = 5;
 inline constexpr int kPBuffers = 2;
+inline constexpr int kWorkSlots = 8;                    // the loader is at most kStages + 1 items ahead of values
 inline constexpr int kBlocksM = kDimNope / 2 / kRowsM;  // 4 blocks of 64 dims for each values warpgroup
 inline constexpr int kMinTmaPage = 64;                  // smaller pages are gathered with cp.async
 

@@ -83,15 +83,15 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // One tile: mask, maximum, P in e4m3 to shared memory, alpha, row sums. By warps that own real lines.
-// visible[i]: how many tokens of this tile line i may see (may be negative or above 64).
+// visible_*: how many tokens of this tile lines g and g + 8 may see (may be negative or above 64).
+// p_address: of the first word of line g; line g + 8 is 512 bytes on. alpha_out: slot of line g; that of g + 8 is 2 on.
 __device__ __forceinline__ void softmax_tile(float (&s)[32], LineState& st, float scale, bool masked,
-                                             const int (&visible)[2], uint8_t* p, float* alpha_out) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
-  const int row = (threadIdx.x >> 5) * 16 + g;
+                                             int visible_g, int visible_g8, uint32_t p_address, float* alpha_out) {
+  const int j = threadIdx.x & 3;
   if (masked) {
 #pragma unroll
     for (int i = 0; i < 32; ++i)
-      if ((i >> 2) * 8 + 2 * j + (i & 1) >= visible[(i >> 1) & 1]) s[i] = -INFINITY;
+      if ((i >> 2) * 8 + 2 * j + (i & 1) >= ((i & 2) ? visible_g8 : visible_g)) s[i] = -INFINITY;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -118,18 +118,18 @@ __device__ __forceinline__ void softmax_tile(float (&s)[32], LineState& st, floa
         sum_exact += p0 + p1;
         word |= static_cast<uint32_t>(packed) << (16 * k);
       }
-      const int r = row + half * 8;
-      *reinterpret_cast<uint32_t*>(p + r * kBlockN + ((u ^ ((r >> 1) & 3)) << 4) + j * 4) = word;
+      store_shared((p_address + half * 8 * kBlockN) ^ (u << 4), word);
     }
     st.sum[half] = fmaf(st.sum[half], alpha, sum);
     st.sum_exact[half] = fmaf(st.sum_exact[half], alpha, sum_exact);
-    if (j == 0) alpha_out[column_slot(row + half * 8)] = alpha;
+    if (j == 0) alpha_out[half * 2] = alpha;
   }
 }
 
 // After the last tile of a split: what O is multiplied with, and the log-sum-exps.
 template <class T>
-__device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& w, const LineState& st, float* scale_out) {
+__device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& w, const LineState& st, float out_scale,
+                                             float* scale_out) {
   constexpr float kLn2 = 0.693147180559945309f;
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
 #pragma unroll
@@ -141,7 +141,7 @@ __device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& 
     if (j != 0) continue;
     const bool empty = sum == 0.f;
     const bool whole = w.splits == 1;
-    scale_out[column_slot(column)] = empty ? 0.f : (whole ? p.d.out_scale : 1.f) / sum;
+    scale_out[half * 2] = empty ? 0.f : (whole ? out_scale : 1.f) / sum;
     if (line >= p.lines) continue;
     const float shift = (st.max[half] - static_cast<float>(kLogPScale)) * kLn2;
     const float lse = empty ? -INFINITY : shift + logf(sum);
@@ -157,50 +157,51 @@ __device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& 
 
 template <class T>
 __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::SharedStorage& sm) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const bool loads = !p.use_tma || warp == 0;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+  const bool loads = !T::kTma || warp == 0;
   const bool has_lines = warp * 16 < T::N;
-  const float scale = p.d.logit_scale * 1.44269504088896341f;
+  const float kv_scale = p.kv_scale ? *p.kv_scale : 1.f;
+  const float scale = p.d.logit_scale * kv_scale * (p.q_scale ? *p.q_scale : 1.f) * 1.44269504088896341f;  // powers of two
 
-  TileLoader<T> loader(p);
+  TileLoader<T> loader(p, sm.list);
   if (loads) {
-    for (int i = 0; i < kStages; ++i) loader.issue(p, sm);
+    for (int i = 0; i < kStages; ++i) {
+      loader.issue(p, sm);
+      if constexpr (!T::kTma) warpgroup_sync(kScoresBarrier);  // the list: see TileLoader
+    }
   }
   __syncwarp();
 
-  WorkList list(p);
-  Work w;
+  // This lane's words of P: line 16 warp + g, piece 0, word j, swizzled; pieces follow by xor.
+  const uint32_t p_address =
+      shared_address(sm.p[0]) + (warp * 16 + g) * kBlockN + (((g >> 1) & 3) << 4) + j * 4;
+  const int slot = column_slot(warp * 16 + g);
   uint32_t t = 0;      // tiles so far, over all work
   int stage = 0;       // t % kStages
   uint32_t phase = 0;  // (t / kStages) & 1
   float s[32];
-  while (list.next(p, w)) {
+  for (int item = 0;; ++item) {
+    const Work w = sm.list.ring[item % kWorkSlots];
+    if (w.row < 0) break;
     load_q<T>(p, w, sm);
-    if (p.use_tma) {  // else q lies in front of or among tile groups: wait below for it, too
-      copy_async_commit();
-      copy_async_wait<0>();
-    } else {
-      copy_async_commit();
-      copy_async_wait<0>();
-    }
+    copy_async_commit();
+    copy_async_wait<0>();
     fence_async_proxy();
     warpgroup_sync(kScoresBarrier);
 
     LineState st = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
-    int visible[2];  // tokens that lines g, g + 8 may see, counted from the current tile
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int line = w.line_tile * T::N + warp * 16 + (lane >> 2) + half * 8;
-      visible[half] = w.len - p.d.s_q + line / p.d.h_q + 1 - w.tile_begin * kBlockN;
-    }
-    const int all_see = w.len - p.d.s_q + 1;  // tokens below this every line sees
+    // Tokens that lines g and g + 8 may see, counted from the current tile; all_see: those that every line sees.
+    const int line = w.line_tile * T::N + warp * 16 + g;
+    int all_see = w.len - p.d.s_q + 1 - w.tile_begin * kBlockN;
+    int visible_g = all_see + line / p.d.h_q;
+    int visible_g8 = all_see + (line + 8) / p.d.h_q;
 
     for (int tile = w.tile_begin; tile < w.tile_end; ++tile, ++t) {
       const int buffer = t & 1;
-      if (p.use_tma) {
+      if constexpr (T::kTma) {
         barrier_wait(&sm.kv_full[stage], phase);
       } else {
-        copy_async_wait<kStages - 3>();
+        copy_async_wait<kStages - 3>();  // groups are one a tile: this tile's is older than the two last
         fence_async_proxy();
         warpgroup_sync(kScoresBarrier);
       }
@@ -211,11 +212,13 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
       cute::warpgroup_wait<0>();
       fence_registers(s);
       if (has_lines) {
-        softmax_tile(s, st, scale, (tile + 1) * kBlockN > all_see, visible, sm.p[buffer], sm.alpha[buffer]);
-        if (tile + 1 == w.tile_end) finish_lines<T>(p, w, st, sm.final_scale[buffer]);
+        softmax_tile(s, st, scale, all_see < kBlockN, visible_g, visible_g8, p_address + buffer * T::N * kBlockN,
+                     sm.alpha[buffer] + slot);
+        if (tile + 1 == w.tile_end) finish_lines<T>(p, w, st, p.d.out_scale * kv_scale, sm.final_scale[buffer] + slot);
       }
-      visible[0] -= kBlockN;
-      visible[1] -= kBlockN;
+      all_see -= kBlockN;
+      visible_g -= kBlockN;
+      visible_g8 -= kBlockN;
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) barrier_arrive(&sm.p_full[buffer]);
@@ -328,7 +331,7 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Work& 
 // Rows without tokens are in nobody's list: out 0, lse -inf.
 __device__ __forceinline__ void fill_empty_rows(const KernelParams& p, int thread) {
   for (int row = blockIdx.x; row < p.d.b; row += gridDim.x) {
-    if (WorkList::row_length(p, row) > 0) continue;
+    if (row_length(p, row) > 0) continue;
     for (int i = thread; i < p.lines * (kDimNope / 2); i += 2 * kWarpgroup) {
       const int line = i / (kDimNope / 2), dim = (i - line * (kDimNope / 2)) * 2;
       const int token = line / p.d.h_q, head = line - token * p.d.h_q;
@@ -355,12 +358,15 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
   const int dim = half * 256 + warp * 16 + (lane >> 2) * 2;
   const uint64_t p_desc = matrix_descriptor<Swizzle::k64>(sm.p[0]);
 
-  WorkList list(p);
-  Work w;
   uint32_t t = 0;
   int stage = 0;
   uint32_t phase = 0;
-  while (list.next(p, w)) {
+  for (int item = 0;; ++item) {
+    // Read again for the output: a register each is dear here.
+    const Work& w = sm.list.ring[item % kWorkSlots];
+    if (w.row < 0) break;
+    int tiles_left = w.tile_end - w.tile_begin;
+    int valid = w.len - w.tile_begin * kBlockN;  // tokens of the row from this tile on
     float o[kBlocksM][T::kAccumulators];
     float acc[T::kTileBuffers][T::kAccumulators];
 #pragma unroll
@@ -368,14 +374,13 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
 #pragma unroll
       for (int i = 0; i < T::kAccumulators; ++i) o[m][i] = 0.f;
 
-    for (int tile = w.tile_begin; tile < w.tile_end; ++tile, ++t) {
+    for (; tiles_left > 0; --tiles_left, valid -= kBlockN, ++t) {
       const int buffer = t & 1;
-      const int valid = w.len - tile * kBlockN;
       const bool masked = valid < kBlockN;
       const uint32_t address = token_address + stage * kStageBytes;
       ValueFragment f[2];
       // P implies V (scores waited for the tokens first), but with TMA the tokens can be fetched before P is there.
-      if (p.use_tma)
+      if constexpr (T::kTma)
         barrier_wait(&sm.kv_full[stage], phase);
       else
         barrier_wait(&sm.p_full[buffer], (t >> 1) & 1);
@@ -405,14 +410,14 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
         cute::warpgroup_wait<0>();
         fold<T>(o[kBlocksM - 1], acc[(kBlocksM - 1) % 2], alpha);
       }
-      if (tile + 1 == w.tile_end) read_columns<T>(alpha, sm.final_scale[buffer]);
+      if (tiles_left == 1) read_columns<T>(alpha, sm.final_scale[buffer]);
       __syncwarp();
       if (lane == 0) barrier_arrive(&sm.p_empty[buffer]);
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;
       }
-      if (tile + 1 == w.tile_end) store_output<T>(p, w, o, alpha, dim);
+      if (tiles_left == 1) store_output<T>(p, w, o, alpha, dim);
     }
   }
 }
@@ -423,6 +428,11 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& sm = *reinterpret_cast<typename T::SharedStorage*>(shared);
+  if (threadIdx.x < 32) {
+    start_list(p, sm.list);
+    publish_next(p, sm.list, 0);
+    publish_next(p, sm.list, 1);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(&sm.kv_full[i], 1);
     for (int i = 0; i < kPBuffers; ++i) {

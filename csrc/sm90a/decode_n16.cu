@@ -3,5 +3,6 @@
 #include "launch_decode.cuh"
 
 namespace mla::sm90a {
-template void launch_decode<16>(const KernelParams&, int, cudaStream_t);
-}
+template void launch_decode<16, true>(const KernelParams&, int, cudaStream_t);
+template void launch_decode<16, false>(const KernelParams&, int, cudaStream_t);
+}  // namespace mla::sm90a

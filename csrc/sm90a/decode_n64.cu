@@ -3,5 +3,6 @@
 #include "launch_decode.cuh"
 
 namespace mla::sm90a {
-template void launch_decode<64>(const KernelParams&, int, cudaStream_t);
-}
+template void launch_decode<64, true>(const KernelParams&, int, cudaStream_t);
+template void launch_decode<64, false>(const KernelParams&, int, cudaStream_t);
+}  // namespace mla::sm90a

@@ -10,9 +10,9 @@
 
 namespace mla::sm90a {
 
-template <int N>
+template <int N, bool kTma>
 void launch_decode(const KernelParams& p, int ctas, cudaStream_t stream) {
-  using T = Traits<N>;
+  using T = Traits<N, kTma>;
   // The limit is a property of each device: set before every launch (it costs well under a microsecond).
   check_cuda(cudaFuncSetAttribute(decode_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes),
              "cudaFuncSetAttribute");

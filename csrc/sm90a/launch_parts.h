@@ -10,8 +10,8 @@
 
 namespace mla::sm90a {
 
-// N query lines a CTA; one definition in each decode_nN.cu.
-template <int N>
+// N query lines a CTA, pages by TMA or gathered; one definition in each decode_nN.cu.
+template <int N, bool kTma>
 void launch_decode(const KernelParams& p, int ctas, cudaStream_t stream);
 
 // Merges the partials of rows with several splits; starts by programmatic dependent launch.

@@ -16,27 +16,30 @@ __device__ __forceinline__ uint32_t tile_offset(int r, int c) {
   return kNopeTileBytes + r * kDimRope + (((c & 3) ^ ((r >> 1) & 3)) << 4);
 }
 
-// Runs ahead of the scores warpgroup over the same list of work. With TMA the first warp does it alone; pages of fewer
-// than 64 tokens are gathered by all four warps, one cp.async group a tile (an empty one past the end).
+// Runs ahead of the scores warpgroup over the list of work. With TMA the first warp does it alone; pages of fewer than 64
+// tokens are gathered by all four warps, one cp.async group a tile (an empty one past the end).
 template <class T>
 class TileLoader {
  public:
-  __device__ __forceinline__ explicit TileLoader(const KernelParams& p) : list_(p) { advance(p); }
+  __device__ __forceinline__ TileLoader(const KernelParams& p, const WorkList& list) { take(p, list); }
 
   __device__ __forceinline__ void issue(const KernelParams& p, typename T::SharedStorage& s) {
-    if (p.use_tma) {
-      if (!more_) return;
-      issue_tma(p, s);
-    } else {
-      if (more_) gather(p, s);
-      copy_async_commit();
-      if (!more_) return;
+    if (row_ >= 0) {
+      if constexpr (T::kTma)
+        issue_tma(p, s);
+      else
+        gather(p, s);
+      stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+      if (++tile_ == tile_end_) {
+        ++item_;
+        take(p, s.list);
+        // The scores warps other than the first see slot item_ + 1 after their next barrier, before they need it.
+        if (row_ >= 0 && threadIdx.x < 32) publish_next(p, s.list, item_ + 1);
+      } else if (T::kTma) {
+        block_ = lookup(p, tile_);
+      }
     }
-    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
-    if (++tile_ == tile_end_)
-      advance(p);
-    else if (p.use_tma)
-      block_ = lookup(p, tile_);
+    if constexpr (!T::kTma) copy_async_commit();
   }
 
  private:
@@ -45,15 +48,13 @@ class TileLoader {
     return __ldg(p.d.block_table + row_ * p.d.block_table_stride + page);
   }
 
-  __device__ __forceinline__ void advance(const KernelParams& p) {
-    Work w;
-    more_ = list_.next(p, w);
-    if (!more_) return;
+  __device__ __forceinline__ void take(const KernelParams& p, const WorkList& list) {
+    const Work w = list.ring[item_ % kWorkSlots];
     row_ = w.row;
     len_ = w.len;
     tile_ = w.tile_begin;
     tile_end_ = w.tile_end;
-    if (p.use_tma) block_ = lookup(p, tile_);
+    if (T::kTma && row_ >= 0) block_ = lookup(p, tile_);
   }
 
   // A block id outside the cache is outside the tensor map: TMA writes zeros for it and reads nothing.
@@ -86,11 +87,9 @@ class TileLoader {
     }
   }
 
-  WorkList list_;
-  bool more_;
-  int64_t row_;
-  int len_, tile_, tile_end_;
-  int block_;      // of tile_, fetched one tile ahead
+  int item_ = 0;  // number in this CTA's list
+  int row_, len_, tile_, tile_end_;
+  int block_;  // of tile_, fetched one tile ahead
   int stage_ = 0;
 };
 

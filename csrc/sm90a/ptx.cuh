@@ -67,6 +67,10 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 // ---- values ----
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

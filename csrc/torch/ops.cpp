@@ -37,7 +37,7 @@ mla::TensorView view(const char* name, const Tensor& t) {
   mla::TensorView v{};
   v.name = name;
   v.ndim = static_cast<int>(t.dim());
-  if (v.ndim > 4) mla::fail(name, "at most 4 dimensions", std::to_string(v.ndim), "reshape it");
+  if (v.ndim > 4) mla::fail(name, "at most 4 dimensions", v.ndim, "reshape it");
   v.data = t.data_ptr();
   v.dtype = dtype_of(t);
   v.device_type = t.is_cpu() ? 0 : 1;

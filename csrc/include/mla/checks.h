@@ -32,29 +32,26 @@ struct DecodeArguments {
   int64_t num_kv_splits = 0;  // 0: automatic
 };
 
-[[noreturn]] inline void fail(const std::string& name, const std::string& expected, const std::string& got,
-                              const std::string& way_out) {
-  throw Error("mla_decode: " + name + ": expected " + expected + ", got " + got + "; " + way_out);
+template <class Name, class Expected, class Got, class WayOut>
+[[noreturn]] void fail(const Name& name, const Expected& expected, const Got& got, const WayOut& way_out) {
+  throw Error(text("mla_decode: ", name, ": expected ", expected, ", got ", got, "; ", way_out));
 }
 
 inline void check_dtype(const TensorView& t, DType expected, const char* why) {
-  if (t.dtype != expected) fail(t.name, std::string(dtype_name(expected)) + why, dtype_name(t.dtype), "convert it");
+  if (t.dtype != expected) fail(t.name, text(dtype_name(expected), why), dtype_name(t.dtype), "convert it");
 }
 
 inline void check_shape(const TensorView& t, std::initializer_list<int64_t> shape, const char* why) {
-  bool same = t.ndim == static_cast<int>(shape.size());
-  std::string expected = "[";
-  int i = 0;
-  for (int64_t n : shape) {
-    same = same && t.size[i] == n;
-    expected += (i++ ? ", " : "") + std::to_string(n);
-  }
-  if (!same) fail(t.name, "shape " + expected + "]", shape_string(t), why);
+  TensorView expected{};
+  for (int64_t n : shape) expected.size[expected.ndim++] = n;
+  bool same = t.ndim == expected.ndim;
+  for (int i = 0; same && i < t.ndim; ++i) same = t.size[i] == expected.size[i];
+  if (!same) fail(t.name, text("shape ", shape_string(expected)), shape_string(t), why);
 }
 
 inline void check_inner_stride(const TensorView& t) {
   if (t.ndim > 0 && t.size[t.ndim - 1] > 1 && t.stride[t.ndim - 1] != 1)
-    fail(t.name, "a last stride of 1", std::to_string(t.stride[t.ndim - 1]), "pass .contiguous()");
+    fail(t.name, "a last stride of 1", t.stride[t.ndim - 1], "pass .contiguous()");
 }
 
 // A written tensor must not hold one element twice.
@@ -67,8 +64,7 @@ inline void check_written_layout(const TensorView& t) {
 inline void check_scale(const char* name, double value) {
   const float stored = static_cast<float>(value);
   if (!(std::isfinite(stored) && stored > 0.0f))
-    fail(name, "a finite number above 0 in fp32", std::to_string(value),
-         "real = stored * scale, so calibrate it or pass 1.0");
+    fail(name, "a finite number above 0 in fp32", value, "real = stored * scale, so calibrate it or pass 1.0");
 }
 
 // The same device everywhere, dtypes, layouts and shapes; b, s_q and h_q are then those of q_nope.
@@ -96,17 +92,15 @@ inline void check_decode(const DecodeArguments& a) {
 
   if (q.ndim != 4) fail(q.name, "shape [b, s_q, h_q, 512]", shape_string(q), "the wrapper adds s_q = 1");
   const int64_t b = q.size[0], s_q = q.size[1], h_q = q.size[2];
-  if (s_q < 1 || s_q > kMaxQueryTokens)
-    fail(q.name, "s_q from 1 to 8", std::to_string(s_q), "split the query tokens over calls");
-  if (h_q < 1 || h_q > kMaxHeads) fail(q.name, "h_q from 1 to 128", std::to_string(h_q), "split the heads over calls");
+  if (s_q < 1 || s_q > kMaxQueryTokens) fail(q.name, "s_q from 1 to 8", s_q, "split the query tokens over calls");
+  if (h_q < 1 || h_q > kMaxHeads) fail(q.name, "h_q from 1 to 128", h_q, "split the heads over calls");
   check_shape(q, {b, s_q, h_q, kDimNope}, "q_nope holds the 512 latent dims");
   check_shape(a.q_pe, {b, s_q, h_q, kDimRope}, "q_pe holds the 64 rotary dims of the same queries");
   if (a.kv_cache.ndim != 3)
     fail(a.kv_cache.name, "shape [num_blocks, page_size, 576]", shape_string(a.kv_cache), "view it so");
   const int64_t page = a.kv_cache.size[1];
   if (page < 1 || page > kMaxPageSize || (page & (page - 1)) != 0)
-    fail(a.kv_cache.name, "page_size one of 1, 2, 4, 8, 16, 32, 64, 128, 256", std::to_string(page),
-         "repack the cache");
+    fail(a.kv_cache.name, "page_size one of 1, 2, 4, 8, 16, 32, 64, 128, 256", page, "repack the cache");
   check_shape(a.kv_cache, {a.kv_cache.size[0], page, kDim}, "a row is 512 latent and 64 rotary dims");
   check_shape(a.seq_lens, {b}, "one length for each row of q_nope");
   if (a.block_table.ndim != 2)
@@ -121,12 +115,11 @@ inline void check_decode(const DecodeArguments& a) {
     if (n != 1) fail(t->name, "one element", shape_string(*t), "one scale serves the whole tensor");
   }
   if (a.num_kv_splits < 0 || a.num_kv_splits > kMaxSplits)
-    fail("num_kv_splits", "1 to 128, or None for the automatic plan", std::to_string(a.num_kv_splits),
+    fail("num_kv_splits", "1 to 128, or None for the automatic plan", a.num_kv_splits,
          "a row never gets more splits than it has tiles of 64 tokens");
   check_scale("q_scale", a.q_scale_value);
   check_scale("kv_scale", a.kv_scale_value);
-  if (!std::isfinite(a.sm_scale))
-    fail("sm_scale", "a finite number", std::to_string(a.sm_scale), "usually (192) ** -0.5");
+  if (!std::isfinite(a.sm_scale)) fail("sm_scale", "a finite number", a.sm_scale, "usually (192) ** -0.5");
 }
 
 }  // namespace mla

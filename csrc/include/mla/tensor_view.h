@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <sstream>
 #include <string>
 
 #include "mla/params.h"
@@ -40,10 +41,19 @@ inline const char* dtype_name(DType t) {
   }
 }
 
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
 inline std::string shape_string(const TensorView& t) {
-  std::string s = "[";
-  for (int i = 0; i < t.ndim; ++i) s += (i ? ", " : "") + std::to_string(t.size[i]);
-  return s + "]";
+  std::ostringstream stream;
+  stream << "[";
+  for (int i = 0; i < t.ndim; ++i) stream << (i ? ", " : "") << t.size[i];
+  stream << "]";
+  return stream.str();
 }
 
 }  // namespace mla
