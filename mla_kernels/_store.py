@@ -100,7 +100,7 @@ def fault(folder: Path) -> str | None:
 
 
 def open_cache(cache_dir: str | os.PathLike[str] | None, say: Callable[[str], None]) -> Path:
-    """The folder to use. A given `cache_dir` is used or refused; the default falls back to a temporary one and says so."""
+    """The folder to use. A given `cache_dir` is used or refused; the default falls back to a temporary folder."""
     if cache_dir is not None:
         folder = Path(os.path.abspath(Path(cache_dir).expanduser()))
         if reason := fault(folder):
@@ -121,7 +121,7 @@ def open_cache(cache_dir: str | os.PathLike[str] | None, say: Callable[[str], No
             with_reuse = "this process only"
         if second:
             raise BuildError(
-                f"nowhere to put a built library: {printable(str(default))} {reason}; {printable(str(folder))} {second}. "
+                f"nowhere to put a library: {printable(str(default))} {reason}; {printable(str(folder))} {second}. "
                 "Pass cache_dir= with a folder of your own that you can write"
             )
     say(f"{printable(str(default))} {reason}; using {printable(str(folder))} instead ({with_reuse})")
@@ -277,7 +277,7 @@ def _acquire(root: Path, handle: int, say: Callable[[str], None]) -> Held:
 
 @contextlib.contextmanager
 def lock(root: Path, say: Callable[[str], None]) -> Iterator[Held]:
-    """The only build in this cache, across threads and processes. Waits with a message, for as long as the holder lives.
+    """The only build in this cache, across threads and processes. Waits, with a message, while the holder lives.
 
     A POSIX record lock: the system drops it when its holder ends in whatever way, and it is not handed on to forked
     children. The file itself means nothing; one that is left over, or made by hand, blocks nobody.
