@@ -91,42 +91,49 @@ def log_histogram(
 def error_histogram(table: pd.DataFrame) -> Figure:
     """Element errors by part, a panel per input distribution. Columns: distribution, part, log10_error, share."""
     panels = list(dict.fromkeys(table["distribution"]))
-    figure, axes = _grid(len(panels), height=2.9)
+    figure, axes = _grid(len(panels), height=3.0)
     finite = table[np.isfinite(table["log10_error"])]
     for axis, panel in zip(axes, panels, strict=False):
         rows = finite[finite["distribution"] == panel]
         for part in [p for p in PART_ORDER if p in set(rows["part"])]:
             line = rows[rows["part"] == part]
             axis.plot(
-                line["log10_error"], 100 * line["share"], drawstyle="steps-mid", color=PART_COLOURS[part],
-                dashes=_PART_DASHES[part], linewidth=2.4 if part == "total" else 1.8, label=part,
+                line["log10_error"], 100 * line["share"].where(line["share"] > 0), drawstyle="steps-mid",
+                color=PART_COLOURS[part], dashes=_PART_DASHES[part], linewidth=2.4 if part == "total" else 1.8,
+                marker="." if part == "implementation" else None, label=part,
             )  # fmt: skip
+        exact = table[(table["distribution"] == panel) & (table["log10_error"] == -np.inf) & (table["share"] > 0.01)]
+        if not exact.empty:
+            words = "\n".join(f"{row.part}: {100 * row.share:.4g} % exactly 0" for row in exact.itertuples())
+            axis.text(0.03, 0.95, words, transform=axis.transAxes, va="top", fontsize=9, color="#333333")
         axis.set_title(panel.replace("_", " "))
         axis.set_xlabel("absolute error of an output element")
         axis.set_ylabel("share of elements, %")
+        axis.set_yscale("log")
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$10^{{{x:g}}}$"))
-    axes[0].legend(title="part of the error")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    _legend_below(figure, axes[0], "part of the error")
     return figure
 
 
 def error_quantiles(table: pd.DataFrame) -> Figure:
     """Absolute error against quantile, a panel per distribution. Columns: distribution, part, quantile, abs_error."""
     panels = list(dict.fromkeys(table["distribution"]))
-    figure, axes = _grid(len(panels), height=2.9)
+    figure, axes = _grid(len(panels), height=3.0)
     for axis, panel in zip(axes, panels, strict=False):
         rows = table[table["distribution"] == panel]
         for part in [p for p in PART_ORDER if p in set(rows["part"])]:
-            line = rows[(rows["part"] == part) & (rows["abs_error"] > 0)]
-            tail = 1 - line["quantile"].clip(upper=1 - 1e-6)
+            line = rows[(rows["part"] == part) & (rows["abs_error"] > 0) & (rows["quantile"] < 1)]
             axis.plot(
-                tail, line["abs_error"], color=PART_COLOURS[part], dashes=_PART_DASHES[part], label=part, linewidth=1.9
-            )
+                1 - line["quantile"], line["abs_error"], color=PART_COLOURS[part], dashes=_PART_DASHES[part],
+                linewidth=2.4 if part == "total" else 1.9, label=part, marker=".",
+            )  # fmt: skip
         axis.set(xscale="log", yscale="log", title=panel.replace("_", " "))
-        axis.invert_xaxis()
         axis.set_xlabel("share of elements with a larger error")
         axis.set_ylabel("absolute error")
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g} %"))
-    axes[0].legend(title="part of the error")
+    axes[0].invert_xaxis()  # shared by all panels
+    _legend_below(figure, axes[0], "part of the error")
     return figure
 
 
@@ -150,8 +157,8 @@ def split_bars(table: pd.DataFrame) -> Figure:
     axis.set_xlabel("relative error of the output, ‖part‖ / ‖oracle‖")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _percent(x)))
     axis.grid(axis="y", visible=False)
-    axis.set_title("Error split: format, stage and implementation add up, as vectors, to the total")
-    axis.legend(ncols=len(present), loc="upper center", bbox_to_anchor=(0.5, -0.16 - 0.06 * (5 - min(len(order), 5))))
+    axis.set_title("Where the error of the output comes from")
+    _legend_below(figure, axis, "part")
     return figure
 
 
@@ -159,11 +166,13 @@ def format_comparison(table: pd.DataFrame) -> Figure:
     """Cache formats side by side. Columns: format, bytes_per_token, distribution, relative_error."""
     order = list(dict.fromkeys(table["format"]))
     bytes_of = table.groupby("format", sort=False)["bytes_per_token"].first()
+    floor = table.loc[table["relative_error"] > 0, "relative_error"].min() / 3
     figure, axis = plt.subplots(figsize=(8.6, 1.6 + 0.55 * len(order)))
     for i, (name, rows) in enumerate(table.groupby("distribution", sort=False)):
         y = rows["format"].map(order.index) + (i - 1.5) * 0.11
+        exact = rows["relative_error"] == 0
         axis.scatter(
-            rows["relative_error"],
+            rows["relative_error"].clip(lower=floor),
             y,
             s=58,
             marker=_MARKERS[i],
@@ -171,13 +180,15 @@ def format_comparison(table: pd.DataFrame) -> Figure:
             label=str(name).replace("_", " "),
             zorder=3,
         )
+        for yi in y[exact]:
+            axis.text(floor * 1.12, yi, "exact", va="center", fontsize=9)
     axis.set(xscale="log")
     axis.set_yticks(range(len(order)), [f"{name}\n{bytes_of[name]:g} B per token" for name in order])
     axis.set_ylim(len(order) - 0.5, -0.5)
     axis.set_xlabel("relative error of the attention output against the oracle")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _percent(x)))
     axis.set_title("What each cache format costs, before any kernel is involved")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=5)
+    _legend_below(figure, axis)
     return figure
 
 
@@ -206,7 +217,11 @@ def row_errors(table: pd.DataFrame) -> Figure:
 def distance_histogram(table: pd.DataFrame) -> Figure:
     """ULP distance between kernel and stage, in units of the output format. Columns: distribution, ulps, share."""
     figure, axis = plt.subplots(figsize=(8.6, 3.2))
-    labels = [str(u) for u in dict.fromkeys(table.sort_values("ulps")["ulps"])]
+    seen = table.groupby("ulps", sort=False)["share"].max()
+    labels = [str(u) for u in seen.index]
+    while len(labels) > 2 and seen[labels[-1]] == 0:
+        labels.pop()  # bins that nobody reached
+    table = table[table["ulps"].isin(labels)]
     names = list(dict.fromkeys(table["distribution"]))
     for i, name in enumerate(names):
         rows = table[table["distribution"] == name]
@@ -228,7 +243,7 @@ def case_budget(table: pd.DataFrame) -> Figure:
     figure, axis = plt.subplots(figsize=(8.6, 1.6 + 0.24 * len(table)))
     y = np.arange(len(table))
     axis.scatter(
-        table["implementation_error"].clip(lower=1e-9),
+        table["implementation_error"].clip(lower=1e-8),
         y,
         color=PART_COLOURS["implementation"],
         marker="o",
@@ -236,7 +251,7 @@ def case_budget(table: pd.DataFrame) -> Figure:
         zorder=3,
     )
     axis.scatter(table["budget"], y, color="#333333", marker="|", s=120, label="budget", zorder=3)
-    fp8 = table["format_error"] > 0
+    fp8 = table["format_error"] > 1e-8
     axis.scatter(
         table.loc[fp8, "format_error"],
         y[fp8],
@@ -326,8 +341,8 @@ def gain_at_length(table: pd.DataFrame, *, bar: float | None = None) -> Figure:
     for i, ((name, source), rows) in enumerate(table.groupby(["series", "source"], sort=False)):
         axis.plot(
             rows["tokens"], 100 * rows["gain_minus_1"], linestyle=styles.get(str(source), "--"),
-            marker=_MARKERS[i % len(_MARKERS)], color=_PALETTE[i % len(_PALETTE)], label=f"{name} ({source})", markersize=7,
-            markerfacecolor="white" if source == "recorded" else None,
+            marker=_MARKERS[i % len(_MARKERS)], color=_PALETTE[i % len(_PALETTE)], label=f"{name} ({source})",
+            markersize=7, markerfacecolor="white" if source == "recorded" else None,
         )  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_yscale("symlog", linthresh=0.1)
@@ -385,6 +400,11 @@ def _grid(count: int, *, height: float, columns: int = 2) -> tuple[Figure, list[
     for axis in axes[:count]:
         axis.tick_params(labelbottom=True, labelleft=True)
     return figure, axes[:count]
+
+
+def _legend_below(figure: Figure, axis: Axes, title: str = "") -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, title=title or None, loc="outside lower center", ncols=len(labels))
 
 
 def _percent(value: float) -> str:

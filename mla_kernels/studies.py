@@ -19,11 +19,12 @@ import torch
 
 from mla_kernels import metrics, plots
 from mla_kernels.cases import Case, Results, inputs_from, make_inputs, run_case, select
-from mla_kernels.formats import FORMATS, decode, encode
+from mla_kernels.formats import FORMATS, decode, encode, round_to
 from mla_kernels.ops import loaded_targets, mla_decode
-from mla_kernels.reference import KERNEL, Accumulator, Rounding, attention
+from mla_kernels.reference import KERNEL, Accumulator, Rounding, attention, tensor_core_matmul
 
 __all__ = [
+    "accumulator_loop_table",
     "accumulator_table",
     "batch_table",
     "case_table",
@@ -37,7 +38,7 @@ __all__ = [
     "tables_of",
 ]
 
-QUANTILES = (0.5, 0.75, 0.9, 0.99, 0.999, 0.9999, 1.0)
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999, 1.0)
 
 
 def pick_device(device: str = "auto") -> str:
@@ -64,6 +65,7 @@ def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequen
             continue
         result = run_case(case, mla_decode, device)
         assert result.kernel is not None
+        assert result.kernel_lse is not None
         relative = result.split.relative()
         rows.append(
             {
@@ -254,6 +256,35 @@ def accumulator_table(
     return pd.DataFrame(rows)
 
 
+def accumulator_loop_table(fraction_bits: int = 13, *, longest: int = 131072, seed: int = 0) -> pd.DataFrame:
+    """The recorded loop of one fp8 instruction beside the model: V = 1 ± 0.5, P in 0..1, sums against exact sums.
+
+    Columns: k32_steps, tokens, promote_every_steps (0: in place), recorded and model (value / exact − 1).
+    """
+    _, table = recorded("h200", "accumulator")
+    table = table[table["tokens"] <= longest]
+    generator = torch.Generator().manual_seed(seed)
+    p = round_to(torch.rand(8, longest, generator=generator, dtype=torch.float64), "e4m3")
+    v = round_to(torch.rand(longest, 16, generator=generator, dtype=torch.float64) + 0.5, "e4m3")
+    rows = []
+    for row in table.to_dict("records"):
+        tokens, steps = int(row["tokens"]), row["promote_every_steps"]
+        in_place = steps != steps  # NaN: null in the file
+        accumulator = Accumulator(fraction_bits, promote_every=None if in_place else 32 * int(steps))
+        exact = p[:, :tokens] @ v[:tokens]
+        value = tensor_core_matmul(p[:, :tokens], v[:tokens], accumulator)
+        rows.append(
+            {
+                "k32_steps": int(row["k32_steps"]),
+                "tokens": tokens,
+                "promote_every_steps": 0 if in_place else int(steps),
+                "recorded": row["value_minus_1"],
+                "model": float((value / exact - 1).mean()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0, device: str = "cpu") -> pd.DataFrame:
     """One row alone, then among b − 1 others: does its answer change?  Automatic plan.
 
@@ -284,7 +315,7 @@ def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0
 
 
 def recorded(gpu: str, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
-    """(provenance, rows) of `data/measurements/<gpu>/<name>.json`; FileNotFoundError names the file and those present."""
+    """(provenance, rows) of `data/measurements/<gpu>/<name>.json`; a missing file raises FileNotFoundError."""
     folder = Path(__file__).resolve().parents[1] / "data" / "measurements"
     path = folder / gpu / f"{name}.json"
     if not path.is_file():
