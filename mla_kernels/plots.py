@@ -50,7 +50,7 @@ def use_style() -> None:
         style="whitegrid",
         palette="colorblind",
         rc={
-            "axes.titleweight": "semibold",
+            "axes.titleweight": "bold",
             "axes.titlelocation": "left",
             "axes.titlesize": 12,
             "axes.labelsize": 11,
@@ -105,7 +105,7 @@ def error_histogram(table: pd.DataFrame) -> Figure:
         exact = table[(table["distribution"] == panel) & (table["log10_error"] == -np.inf) & (table["share"] > 0.01)]
         if not exact.empty:
             words = "\n".join(f"{row.part}: {100 * row.share:.4g} % exactly 0" for row in exact.itertuples())
-            axis.text(0.03, 0.95, words, transform=axis.transAxes, va="top", fontsize=9, color="#333333")
+            axis.text(0.98, 0.95, words, transform=axis.transAxes, ha="right", va="top", fontsize=8.5, color="#333333")
         axis.set_title(panel.replace("_", " "))
         axis.set_xlabel("absolute error of an output element")
         axis.set_ylabel("share of elements, %")
@@ -180,8 +180,8 @@ def format_comparison(table: pd.DataFrame) -> Figure:
             label=str(name).replace("_", " "),
             zorder=3,
         )
-        for yi in y[exact]:
-            axis.text(floor * 1.12, yi, "exact", va="center", fontsize=9)
+        for name_y in rows.loc[exact, "format"].map(order.index) if i == 0 else ():
+            axis.text(floor * 1.15, name_y, "exact", va="center", fontsize=10)
     axis.set(xscale="log")
     axis.set_yticks(range(len(order)), [f"{name}\n{bytes_of[name]:g} B per token" for name in order])
     axis.set_ylim(len(order) - 0.5, -0.5)
@@ -218,7 +218,7 @@ def distance_histogram(table: pd.DataFrame) -> Figure:
     """ULP distance between kernel and stage, in units of the output format. Columns: distribution, ulps, share."""
     figure, axis = plt.subplots(figsize=(8.6, 3.2))
     seen = table.groupby("ulps", sort=False)["share"].max()
-    labels = [str(u) for u in seen.index]
+    labels = [str(u) for u in seen.index if u != "nan" or seen[u] > 0]
     while len(labels) > 2 and seen[labels[-1]] == 0:
         labels.pop()  # bins that nobody reached
     table = table[table["ulps"].isin(labels)]
@@ -382,7 +382,7 @@ def error_at_length(table: pd.DataFrame, *, x: str = "tokens", title: str = "Err
         axis.set_ylabel("relative error")
         axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _percent(v)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="semibold")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     axes[0].legend(title="part of the error")
     return figure
 
