@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: Contributors to mla-kernels
 """The operator: `mla_decode`, its out-variant, and what tells about a call before it is made.
 
-The schemas of `torch.ops.mla_kernels` are defined here, once in a process. A built library (`mla_kernels.build`) only brings
-implementations, so a newer build can be loaded over an older one; the newest answers.
+The schemas of `torch.ops.mla_kernels` are defined here, once in a process. A built library (`mla_kernels.build`) only
+brings implementations, so a newer build can be loaded over an older one; the newest answers.
 
     S[m, t] = q[m] · k[t] × sm_scale × q_scale × kv_scale,    out[m] = Σ_t softmax(S)[m, t] × v[t] × kv_scale
 
-k[t] is a row of the cache, v[t] its first 512 dims; real = stored × scale. lse is the natural logarithm of Σ_t exp(S[m, t]).
+k[t] is a row of the cache, v[t] its first 512 dims; real = stored × scale. lse is the natural logarithm of
+Σ_t exp(S[m, t]).
 """
 
 from __future__ import annotations
@@ -216,22 +217,22 @@ def mla_decode(
     """Absorbed MLA decode over a paged cache.
 
     Args:
-        q_nope, q_pe: [b, h_q, 512] and [b, h_q, 64], or [b, s_q, h_q, …] with s_q up to 8; e4m3 (torch.float8_e4m3fn), bf16 or
-            fp16; h_q from 1 to 128; last stride 1, other strides free.
-        kv_cache: [num_blocks, page_size, 576], dtype of the queries; page_size a power of two up to 256; last stride 1, page
-            and token strides free. Latent (512) first, then rope (64).
-        seq_lens: [b] int32, tokens of each row, at most max_blocks × page_size. With s_q > 1 query token i sees the first
-            seq_len − s_q + i + 1 keys.
+        q_nope, q_pe: [b, h_q, 512] and [b, h_q, 64], or [b, s_q, h_q, …] with s_q up to 8; e4m3 (torch.float8_e4m3fn),
+            bf16 or fp16; h_q from 1 to 128; last stride 1, other strides free.
+        kv_cache: [num_blocks, page_size, 576], dtype of the queries; page_size a power of two up to 256; last stride 1,
+            page and token strides free. Latent (512) first, then rope (64).
+        seq_lens: [b] int32, tokens of each row, at most max_blocks × page_size. With s_q > 1 query token i sees the
+            first seq_len − s_q + i + 1 keys.
         block_table: [b, max_blocks] int32. Slots past a row's length are never read.
         sm_scale: multiplies the logits; usually 192 ** −0.5, the head dimension before absorption.
-        q_scale, kv_scale: real = stored × scale, a number or one fp32 element on the device of the queries. For bf16 and fp16
-            they are ignored, with a warning.
-        num_kv_splits: pins the number of splits of each row (1 to 128, never more than its tiles of 64 tokens). By default the
-            plan is a function of the row's length; see `split_plan`.
+        q_scale, kv_scale: real = stored × scale, a number or one fp32 element on the device of the queries. For bf16
+            and fp16 they are ignored, with a warning.
+        num_kv_splits: pins the number of splits of each row (1 to 128, never more than its tiles of 64 tokens). By
+            default the plan is a function of the row's length; see `split_plan`.
 
     Returns:
-        out [b, (s_q,) h_q, 512] in bf16 (fp16 for fp16), and lse [b, (s_q,) h_q] in fp32, natural logarithm. A query without
-        keys gives 0 and −inf.
+        out [b, (s_q,) h_q, 512] in bf16 (fp16 for fp16), and lse [b, (s_q,) h_q] in fp32, natural logarithm. A query
+        without keys gives 0 and −inf.
 
     Raises:
         TypeError, ValueError, NotImplementedError: from metadata, before anything runs; the message names the argument.
@@ -287,17 +288,18 @@ def mla_decode_out(
 def workspace_size(b: int, s_q: int, h_q: int, capacity: int, num_kv_splits: int | None = None) -> int:
     """Bytes of workspace for a call on the CPU with any lengths up to `capacity` = max_blocks × page_size tokens.
 
-    The same function of the loaded build sizes and runs. It stays under 50 MB for every shape.
+    The same function of the loaded build sizes and runs. It is 24 MiB at the most, whatever the shape.
     """
     checks.check_target(torch.device("cpu"), loaded_targets())
     return torch.ops.mla_kernels.cpu_workspace_size(b, s_q, h_q, capacity, num_kv_splits)
 
 
 def split_plan(seq_lens: Tensor | Sequence[int], num_kv_splits: int | None = None) -> list[list[int]]:
-    """Token boundaries of the splits of each row: [0, …, seq_len], so a row has len(boundaries) − 1 splits; [0] if empty.
+    """Token boundaries of each row's splits: [0, …, seq_len], so a row has len(boundaries) − 1 of them; [0] if empty.
 
-    Automatic (None): n = min(⌈tiles / 8⌉, 64) with tiles = ⌈seq_len / 64⌉. Pinned: n = min(num_kv_splits, tiles). Split i holds
-    tiles ⌊i·tiles/n⌋ to ⌊(i+1)·tiles/n⌋. A function of the row's own length only: batch mates never change a result.
+    Automatic (None): n = min(⌈tiles / 8⌉, 64) with tiles = ⌈seq_len / 64⌉. Pinned: n = min(num_kv_splits, tiles).
+    Split i holds tiles ⌊i·tiles/n⌋ to ⌊(i+1)·tiles/n⌋. The plan is a function of the row's own length only: batch mates
+    never change a result.
     """
     lengths = [int(x) for x in (seq_lens.tolist() if isinstance(seq_lens, Tensor) else seq_lens)]
     plan = []

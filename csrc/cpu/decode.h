@@ -342,10 +342,10 @@ static float merge_lse(const float* lse, int n_splits, int64_t stride) {
 }
 
 // out = sum_i exp(lse_i - lse) O_i over the fp32 partials, in the order of the splits.
-static void combine(const DecodeParams& p, const Item& item) {
+static void combine(const DecodeParams& p, const Item& item, int begin, int end) {
   const int64_t rows = item.q_rows;
   const float* all_lse = item.partial + item.n_splits * rows * kDimNope;
-  for (int m = 0; m < item.q_rows; ++m) {
+  for (int m = begin; m < end; ++m) {
     const float* lse = all_lse + 2 * m;
     const float weight_lse = merge_lse(lse, item.n_splits, 2 * rows);
     alignas(64) float o[kDimNope] = {};

@@ -37,7 +37,7 @@ inline constexpr int64_t partial_floats(int q_rows, int n_splits) {
 struct Kernels {
   const char* isa;
   void (*run)(const DecodeParams& params, const Item& item, float* scratch);
-  void (*combine)(const DecodeParams& params, const Item& item);  // item.split is ignored
+  void (*combine)(const DecodeParams& params, const Item& item, int begin, int end);  // rows of the group; any split
 };
 
 const Kernels& kernels_generic();

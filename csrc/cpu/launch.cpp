@@ -21,7 +21,8 @@
 namespace mla::cpu {
 namespace {
 
-constexpr int64_t kWorkspaceBudget = int64_t{32} << 20;
+constexpr int64_t kWorkspaceBudget = int64_t{24} << 20;
+constexpr int kCombineRows = 8;  // query rows of a combine item
 
 int group_rows(int64_t rows) { return static_cast<int>(rows < kGroupRows ? rows : kGroupRows); }
 
@@ -224,7 +225,13 @@ void mla_decode(const DecodeArguments& a, const Parallel& parallel) {
   const auto run_wave = [&] {
     for_each_item(static_cast<int64_t>(items.size()), parallel,
                   [&](int64_t i) { kernels.run(p, items[i], thread_scratch()); });
-    for_each_item(static_cast<int64_t>(units.size()), parallel, [&](int64_t i) { kernels.combine(p, units[i]); });
+    constexpr int64_t kParts = kGroupRows / kCombineRows;
+    for_each_item(static_cast<int64_t>(units.size()) * kParts, parallel, [&](int64_t i) {
+      const Item& unit = units[i / kParts];
+      const int begin = static_cast<int>(i % kParts) * kCombineRows;
+      const int end = begin + kCombineRows < unit.q_rows ? begin + kCombineRows : unit.q_rows;
+      kernels.combine(p, unit, begin, end);
+    });
     items.clear();
     units.clear();
     used = 0;

@@ -17,7 +17,7 @@ struct Parallel {
   int threads;
 };
 
-// Bytes of workspace for any lengths up to capacity tokens. Never above 32 MB plus one unit of work (17 MB).
+// Bytes of workspace for any lengths up to capacity tokens. Never above 24 MiB.
 int64_t workspace_size(int64_t b, int64_t s_q, int64_t h_q, int64_t capacity, int64_t num_kv_splits);
 
 // Checks, then computes. Throws mla::Error (std::invalid_argument) before anything is written.

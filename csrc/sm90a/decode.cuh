@@ -31,6 +31,8 @@
 
 #include <cuda_bf16.h>
 
+#include <cutlass/arch/reg_reconfig.h>
+
 #include "load.cuh"
 
 namespace mla::sm90a {
@@ -48,10 +50,12 @@ __device__ __forceinline__ int column_slot(int c) {
 
 // Q K^T of one stage, issued and committed, not waited for.
 __device__ __forceinline__ void issue_scores(float (&s)[32], const uint8_t* q, const uint8_t* kv) {
-  const uint64_t q_nope = matrix_descriptor<Swizzle::k128>(q);
+  uint64_t q_nope = matrix_descriptor<Swizzle::k128>(q);
   const uint64_t k_nope = matrix_descriptor<Swizzle::k128>(kv);
-  const uint64_t q_rope = matrix_descriptor<Swizzle::k64>(q + kNopeTileBytes);
+  uint64_t q_rope = matrix_descriptor<Swizzle::k64>(q + kNopeTileBytes);
   const uint64_t k_rope = matrix_descriptor<Swizzle::k64>(kv + kNopeTileBytes);
+  // Hidden from the optimiser, which would else keep all 18 invariant q descriptors in registers, and spill others.
+  asm volatile("" : "+l"(q_nope), "+l"(q_rope));
   fence_registers(s);
   cute::warpgroup_arrive();
 #pragma unroll
@@ -447,10 +451,10 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   if (threadIdx.x < kWarpgroup) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::kScoresRegisters));
+    if constexpr (T::N == 64) cutlass::arch::warpgroup_reg_dealloc<T::kScoresRegisters>();
     scores_role<T>(p, sm);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kValuesRegisters));
+    if constexpr (T::N == 64) cutlass::arch::warpgroup_reg_alloc<T::kValuesRegisters>();
     values_role<T>(p, sm);
   }
 }

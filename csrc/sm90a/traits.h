@@ -26,7 +26,6 @@ struct KernelParams {
   int line_tiles;       // ceil(lines / N)
   int max_splits;       // of any row: num_splits(capacity)
   int capacity;         // tokens a row of block_table can hold
-  bool use_tma;         // page_size >= 64
   bool q_aligned;       // q can be copied in pieces of 16 bytes
 };
 
@@ -53,14 +52,15 @@ struct WorkList {
 
 template <int N_, bool kTma_>
 struct Traits {
-  static constexpr int N = N_;                 // query lines of a CTA: 16, 32 or 64
+  static constexpr int N = N_;         // query lines of a CTA: 16, 32 or 64
   static constexpr bool kTma = kTma_;  // pages of 64 tokens and more by TMA; smaller ones are gathered with cp.async
   static constexpr int kAccumulators = N / 2;  // registers of one m64nN fp32 tile
   // With 64 lines O fills 128 registers, so there is room for one tile of PV; else two alternate.
   static constexpr int kTileBuffers = N == 64 ? 1 : 2;
   // setmaxnreg: 88 + 2 * 208 = 504 = 3 * 168, what a CTA of 384 threads gets at launch.
-  static constexpr int kScoresRegisters = N == 64 ? 88 : 168;
-  static constexpr int kValuesRegisters = N == 64 ? 208 : 168;
+  // With fewer lines everybody stays at 168.
+  static constexpr int kScoresRegisters = 88;
+  static constexpr int kValuesRegisters = 208;
   static_assert(kScoresRegisters + 2 * kValuesRegisters <= 504);
 
   struct SharedStorage {
