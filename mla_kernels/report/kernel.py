@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,12 @@ __all__ = ["ReportKernel", "ReportShell", "ReportStream"]
 
 HEAD = 64_000  # characters of a cell's output that go to the notebook at once, a stream
 TAIL = 8_000  # characters of its end that follow when the cell is done
+BLOCK = 64_000  # in a flood, characters that are written to the log together,
+BLOCK_SECONDS = 0.1  # or what came within this time
 
 
 class Log:
-    """The full text of all cells, written through at once so that a crash loses nothing."""
+    """The full text of all cells. Written through at once, so that a crash loses nothing; in a flood, in blocks."""
 
     path: Path | None = None
     heading = ""
@@ -54,35 +58,60 @@ class Log:
 class ReportStream(OutStream):
     """stdout or stderr of the kernel: everything to the log, head and tail of each cell to the notebook."""
 
-    _sent = 0  # characters of this cell that went to the notebook
-    _held = 0  # characters of this cell that did not
-    _tail = ""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.Lock()  # C code's output arrives on a thread of its own
+        self.start_cell()
+        super().__init__(*args, **kwargs)
+
+    def start_cell(self) -> None:
+        self._sent = 0  # characters of this cell that went to the notebook
+        self._held = 0  # characters of this cell that did not
+        self._tail = ""  # the last of those
+        self._block: list[str] = []  # what of those is not in the log yet
+        self._block_size, self._block_time = 0, 0.0
 
     def write(self, string: str) -> int:
         if not isinstance(string, str):
             raise TypeError(f"write() argument must be str, not {type(string)}")
         if not string.isascii():
             string = string.encode("utf-8", "replace").decode()  # lone surrogates are not JSON
-        Log.write(string)
-        head = string[: max(HEAD - self._sent, 0)]
-        if head:
-            self._sent += len(head)
-            super().write(head)
-        rest = string[len(head) :]
-        if rest:
-            self._held += len(rest)
-            self._tail = (self._tail + rest)[-TAIL:]
+        with self._lock:
+            head = string[: max(HEAD - self._sent, 0)]
+            rest = string[len(head) :]
+            if head:
+                self._sent += len(head)
+                Log.write(head)
+                super().write(head)
+            if rest:
+                self._hold(rest)
         return len(string)
 
-    def start_cell(self) -> None:
-        self._sent, self._held, self._tail = 0, 0, ""
+    def _hold(self, text: str) -> None:
+        now = time.monotonic()
+        if not self._block:
+            self._block_time = now
+        self._held += len(text)
+        self._block.append(text)
+        self._block_size += len(text)
+        if self._block_size > BLOCK or now - self._block_time > BLOCK_SECONDS:
+            self._write_block()
+
+    def _write_block(self) -> None:
+        text = "".join(self._block)
+        self._block, self._block_size = [], 0
+        self._tail = (self._tail + text)[-TAIL:]
+        Log.write(text)
 
     def end_cell(self) -> None:
         """Send the end of what was held back."""
-        if not self._held:
-            return
+        with self._lock:
+            if not self._held:
+                return
+            self._write_block()
+            left_out, tail = self._held - len(self._tail), self._tail
+            self.start_cell()
         self.flush()
-        left_out, log = self._held - len(self._tail), f"logs/{Log.path.name}" if Log.path else ""
+        log = f"logs/{Log.path.name}" if Log.path else ""
         note = f"{left_out:,} characters of {self.name} are left out here."
         display(
             {
@@ -91,9 +120,8 @@ class ReportStream(OutStream):
             },
             raw=True,
         )
-        super().write(self._tail)
+        super().write(tail)
         self.flush()
-        self.start_cell()
 
     def _watch_pipe_fd(self) -> None:
         """Take what C code and child processes write. (The plain class also echoes it to the terminal, a file here.)"""

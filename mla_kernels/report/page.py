@@ -131,10 +131,9 @@ class Page:
             )
         more = "" if len(frame) <= SHOWN_ROWS else f" The first {SHOWN_ROWS} of {len(frame)} rows."
         _show(
-            f'<div class="mla-table" id="table-{name}" tabindex="0" role="region" aria-label="{escape(caption)}">'
-            + _table_html(
-                frame.head(SHOWN_ROWS), headings, digits, f"{escape(caption)}{more} {self._link(place, 'CSV')}"
-            )
+            f'<p class="mla-caption" id="{name}">{escape(caption)}{more} {self._link(place, "Numbers (CSV)")}</p>'
+            f'<div class="mla-table" tabindex="0" role="region" aria-label="{escape(caption)}">'
+            + _table_html(frame.head(SHOWN_ROWS), headings, digits)
             + "</div>",
             f"[table {name}] {caption}\n{frame.head(SHOWN_ROWS).to_string()}",
         )
@@ -264,7 +263,7 @@ def _close(fig: Figure) -> None:
         pyplot.close(fig)
 
 
-def _table_html(frame: pd.DataFrame, headings: Mapping[str, str], digits: int, caption: str) -> str:
+def _table_html(frame: pd.DataFrame, headings: Mapping[str, str], digits: int) -> str:
     from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
     numeric = [
@@ -278,9 +277,16 @@ def _table_html(frame: pd.DataFrame, headings: Mapping[str, str], digits: int, c
     )
     rows = []
     for row in frame.itertuples(index=False, name=None):
-        cells = (f"<td{kind}>{escape(_cell_text(value, digits))}</td>" for value, kind in zip(row, kinds, strict=True))
+        texts = [_cell_text(value, digits) for value in row]
+        cells = [
+            f"<td{kind or _SHORT * (len(text) <= 28)}>{escape(text)}</td>"
+            for text, kind in zip(texts, kinds, strict=True)
+        ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+_SHORT = ' class="short"'  # not broken into lines
 
 
 def _cell_text(value: Any, digits: int) -> str:
@@ -301,10 +307,11 @@ def _verdict_html(claims: list[dict[str, Any]]) -> str:
         f"<td>{escape(c['claim'])}</td><td>{escape(c['detail'])}</td></tr>"
         for c in claims
     )
-    head = '<tr><th scope="col">verdict</th><th scope="col">claim</th><th scope="col">figure</th></tr>'
+    head = '<tr><th scope="col">verdict</th><th scope="col">claim</th><th scope="col">evidence</th></tr>'
     return (
-        '<div class="mla-table mla-verdicts" tabindex="0" role="region" aria-label="Verdicts of this page">'
-        f"<table><caption>Claims of this page</caption><thead>{head}</thead><tbody>{rows}</tbody></table></div>"
+        '<p class="mla-caption">Claims of this page</p>'
+        '<div class="mla-table" tabindex="0" role="region" aria-label="Claims of this page">'
+        f"<table><thead>{head}</thead><tbody>{rows}</tbody></table></div>"
     )
 
 

@@ -242,7 +242,8 @@ def _describe_type(schema: Mapping[str, Any]) -> str:
     kind = _kind(schema)
     if kind == "array":
         low, high = schema.get("minItems"), schema.get("maxItems")
-        count = f"{low} to {high} " if low is not None and high is not None else f"at least {low} " if low else ""
+        count = "" if not low else "one or more " if low == 1 else f"at least {low} "
+        count = f"{low} to {high} " if low is not None and high is not None else count
         inner = _describe_type(schema["items"])
         head = next((word for word in PLURALS if inner.startswith(word)), "")
         return f"a list of {count}" + (PLURALS[head] + inner.removeprefix(head) if head else f"values, each {inner}")
@@ -254,14 +255,14 @@ def _describe_range(schema: Mapping[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if low is not None and high is not None:
-        return f" from {low:g} to {high:g}"
+        return f" from {low} to {high}"
     ends = (
         ("of at least", low),
         ("above", above),
         ("of at most" if low is None and above is None else "up to", high),
         ("below", below),
     )
-    text = " and".join(f" {word} {end:g}" for word, end in ends if end is not None)
+    text = " and".join(f" {word} {end}" for word, end in ends if end is not None)
     return text + (f" matching {schema['pattern']}" if "pattern" in schema else "")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mla_kernels.report.files import file_hash
 
-__all__ = ["MAIN_PACKAGES", "cuda_target", "environment", "environment_differences", "seeds_of"]
+__all__ = ["MAIN_PACKAGES", "environment", "environment_differences", "gpu_profile", "seeds_of"]
 
 # Shown on the index page; the manifest has all that are installed.
 MAIN_PACKAGES = (
@@ -30,7 +30,7 @@ def _output(*command: str, cwd: Path | None = None) -> str:
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.rstrip() if done.returncode == 0 else ""
 
 
 def repository(root: Path) -> dict[str, Any]:
@@ -54,10 +54,14 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(("name", "driver", "memory", "compute_capability"), row, strict=False)) for row in rows]
 
 
-def cuda_target() -> str:
-    """The profile for the GPU of this machine, "" without one that we have kernels for."""
-    # Compute capability 9.0 is Hopper: the target sm90a.
-    return "h200" if any(gpu.get("compute_capability") == "9.0" for gpu in gpus()) else ""
+def gpu_profile() -> str:
+    """The profile for the GPU of this machine; "" without one that a target of ours can be built for and run on."""
+    if not any(gpu.get("compute_capability") == "9.0" for gpu in gpus()):  # Hopper: target sm90a
+        return ""
+    from mla_kernels import build
+
+    rows = {row["target"]: row for row in build.capability_report()}
+    return "h200" if rows["sm90a"]["can_build"] and rows["sm90a"]["can_run"] else ""
 
 
 def machine() -> dict[str, Any]:

@@ -124,6 +124,8 @@ def render_notebook(
     notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
     here = [page["name"] for page in pages].index(name)
     results = read_results(folder, name)
+    if any("injected-parameters" in _tags(cell) for cell in notebook.cells):
+        notebook.cells = [cell for cell in notebook.cells if "parameters" not in _tags(cell)]  # the defaults
     for cell in notebook.cells:
         if cell.cell_type == "code":
             lines = len(cell.source.strip().splitlines())
@@ -160,6 +162,10 @@ def render_notebook(
     )
     html, _ = exporter.from_notebook_node(notebook, resources={"page": page})
     write_text(folder / f"{name}.html", _finish_html(html, folder))
+
+
+def _tags(cell: Any) -> list[str]:
+    return list(cell.metadata.get("tags", []))
 
 
 def read_results(folder: Path, name: str) -> dict[str, Any]:
@@ -291,6 +297,9 @@ def _thumbnail(path: Path) -> str:
 
     with Image.open(path) as image:
         small = image.convert("RGB")
+        tallest = round(small.width * THUMBNAIL[1] / THUMBNAIL[0])
+        if small.height > 1.3 * tallest:
+            small = small.crop((0, 0, small.width, tallest))  # the top of a tall figure; its page has all of it
         small.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
         data = io.BytesIO()
         small.save(data, "PNG", optimize=True)
@@ -326,12 +335,14 @@ def _provenance(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _build_text(build: Mapping[str, Any]) -> str:
-    info = {key: value for key, value in build["info"].items() if isinstance(value, (str, int, float, list))}
+    """How the kernels were built, in one line; the manifest has all of it."""
     parts = [f"targets {', '.join(build['targets'])}", f"key {build['key']}"]
-    for key, value in info.items():
-        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        if text and len(text) <= 200:
-            parts.append(f"{key.replace('_', ' ')} {text}")
+    for key, value in build["info"].items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        for name, item in inner.items():
+            text = " ".join(map(str, item)) if isinstance(item, list) else str(item)
+            if key not in ("targets", "key", "options") and item not in (None, "", [], {}) and len(text) <= 200:
+                parts.append(f"{key} {name} {text}".replace("_", " ").replace("  ", " "))
     return "; ".join(parts)
 
 

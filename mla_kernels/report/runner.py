@@ -23,7 +23,7 @@ from mla_kernels.report.errors import ReportError
 from mla_kernels.report.execute import Outcome, Progress, execute
 from mla_kernels.report.files import file_hash, folder_lock, relative_name, repository_root, write_json
 from mla_kernels.report.parameters import Notebook, choose, load_profile, settle
-from mla_kernels.report.provenance import cuda_target, environment, seeds_of
+from mla_kernels.report.provenance import environment, gpu_profile, seeds_of
 
 __all__ = ["FINISHED", "Plan", "ReportRun", "Reporter", "plan_run", "run_report", "state_of"]
 
@@ -89,7 +89,7 @@ def plan_run(
     """
     root = root or repository_root()
     folder = root / "notebooks"
-    found = (cuda_target() or "cpu") if profile == "auto" else profile
+    found = (gpu_profile() or "cpu") if profile == "auto" else profile
     # A notebook outside of the checkout may come without profiles beside it.
     outside = profile == "auto" and bool(notebooks) and all(name.endswith(".ipynb") for name in notebooks)
     listed = {} if outside and not (folder / "params" / f"{found}.yaml").is_file() else load_profile(found, folder)

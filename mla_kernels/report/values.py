@@ -94,11 +94,12 @@ def number_text(value: Any, digits: int = 4) -> str:
             else str(value).replace("-", "−")
         )
     if isinstance(value, float):
-        text = f"{value:.{digits}g}"
+        text = f"{value:.{digits - 1}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}g}"
         found = re.fullmatch(r"(-?[\d.]+)e([+-])0*(\d+)", text)
         if not found:
             return text.replace("-", "−").replace("inf", "∞")
         mantissa, sign, power = found.groups()
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
         raised = power.translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
-        return f"{mantissa} × 10{'⁻' if sign == '-' else ''}{raised}".replace("-", "−")
+        return f"{mantissa}\u00a0×\u00a010{'⁻' if sign == '-' else ''}{raised}".replace("-", "−")
     return str(value)

@@ -69,8 +69,8 @@ class ReportEngine(NBClientEngine):
             nonlocal number, heading
             if cell.cell_type == "code" and "injected-parameters" not in cell.metadata.get("tags", []):
                 number += 1
-            if cell.cell_type == "markdown" and cell.source.startswith("#"):
-                heading = cell.source.splitlines()[0].lstrip("# ")
+            if cell.cell_type == "markdown" and cell.source.lstrip().startswith("#"):
+                heading = cell.source.lstrip().splitlines()[0].lstrip("# ")
             if cell.cell_type == "code":
                 State.cell = cell
                 line = next((text for text in cell.source.splitlines() if text.strip()), "")
@@ -111,13 +111,22 @@ def _kernelspec(folder: Path, job: dict[str, Any]) -> None:
     spec = folder / "kernels" / KERNEL_NAME
     spec.mkdir(parents=True)
     roots = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    argv = [sys.executable, "-m", "mla_kernels.report.kernel", job["log"], "-f", "{connection_file}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "mla_kernels.report.kernel",
+        job["log"],
+        "-f",
+        "{connection_file}",
+        "--log-level=ERROR",
+    ]
     env = {MARK: job["mark"], "PYTHONPATH": os.pathsep.join(roots), "IPYTHONDIR": str(folder / "ipython")}
     (spec / "kernel.json").write_text(
         json.dumps(
             {"argv": argv, "env": env, "display_name": "Report", "language": "python", "interrupt_mode": "signal"}
         )
     )
+    os.environ["JUPYTER_RUNTIME_DIR"] = str(folder / "runtime")
     os.environ["JUPYTER_PATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("JUPYTER_PATH")])])
 
 
@@ -133,7 +142,6 @@ def _run(job: dict[str, Any]) -> None:
         progress_bar=False,
         start_timeout=120,
         iopub_timeout=60,
-        coalesce_streams=True,
         kernel_manager_class=WatchedManager,
     )
     if any(cell.metadata.get("papermill", {}).get("exception") for cell in notebook.cells):
