@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Contributors to mla-kernels
-"""Checks and times the Hopper kernel by itself (no operator): check.py LIBRARY correct|tiny|bench|profile [PEERS_DIR].
+"""Checks and times the Hopper kernel by itself (no operator): check.py LIBRARY correct | tiny | bench PEERS_DIR [bxhxs,...] | profile b h s splits.
 
 LIBRARY comes from check/build.sh. References are float64 on the same e4m3 values: `exact`, and `stage`, which also rounds P
 to e4m3 against the running maximum of 64-token tiles as the kernel does. Exits with 1 if a check fails.
@@ -276,7 +276,7 @@ SHAPES = [(128, 128, 4096), (128, 128, 8192), (16, 128, 4096), (1, 128, 4096), (
           (128, 16, 8192), (1, 16, 4096), (1, 16, 32768), (1, 16, 131072)]  # fmt: skip
 
 
-def bench(libs, peers):
+def bench(libs, peers, shapes):
     from triton.testing import do_bench
 
     timed = lambda f: do_bench(f, warmup=10, rep=60, return_mode="median") * 1e3  # noqa: E731
@@ -289,7 +289,7 @@ def bench(libs, peers):
     one = torch.ones((), device=DEV)
     us = timed(lambda: torch._scaled_mm(a, w, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
     print(f"fp8 gemm {2 * 8192**3 / us / 1e6:.0f} TFLOP/s", flush=True)
-    for b, h, s in SHAPES:
+    for b, h, s in shapes:
         pr = Problem([s] * b, h, hostile=False, spare=0)
         rows = []
         theirs = peer(peers, pr, pr.sm_scale)
@@ -331,7 +331,8 @@ def main():
         ])  # fmt: skip
     elif what == "bench":
         libs = [(os.path.basename(x).removeprefix("lib").removesuffix(".so"), load_library(x)) for x in path.split(",")]
-        good = bench(libs, sys.argv[3])
+        shapes = [tuple(int(x) for x in s.split("x")) for s in sys.argv[4].split(",")] if len(sys.argv) > 4 else SHAPES
+        good = bench(libs, sys.argv[3], shapes)
     else:
         b, h, s, splits = (int(x) for x in sys.argv[3:7])
         go = Problem([s] * b, h, splits=splits, hostile=False).runner(lib)
