@@ -40,13 +40,22 @@ class Plan:
     options: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
+    def _link(self, name: str, work: str) -> tuple[str, str, str]:
+        """(path to hand to CMake, link, what the link points to) for a path with odd characters."""
+        path = self.paths[name]
+        if name == "cmake":  # looks for its own modules two folders up, so the link stands for that folder
+            return f"{work}/links/cmake/bin/cmake", f"{work}/links/cmake", os.path.dirname(os.path.dirname(path))
+        base = os.path.basename(path)  # kept where possible: compilers go by the name they are called with
+        link = f"{work}/links/{name}/{base if PLAIN.fullmatch(base) else name}"
+        return link, link, path
+
     def place(self, name: str, work: str) -> str:
         """The path to hand to CMake: the real one, or a link inside `work` where the real one has odd characters."""
-        path = self.paths[name]
-        if PLAIN.fullmatch(path):
-            return path
-        base = os.path.basename(path)
-        return f"{work}/links/{name}/{base if PLAIN.fullmatch(base) else name}"
+        return self.paths[name] if PLAIN.fullmatch(self.paths[name]) else self._link(name, work)[0]
+
+    def links(self, work: str) -> dict[str, str]:
+        """The links that `place` counts on, and what each points to."""
+        return dict(self._link(name, work)[1:] for name, path in self.paths.items() if not PLAIN.fullmatch(path))
 
     def commands(self, work: str = "WORK", jobs: int = 1) -> list[list[str]]:
         """The two command lines, configure and compile, each a list of arguments (nothing goes through a shell)."""
@@ -54,10 +63,10 @@ class Plan:
         options["CMAKE_LIBRARY_OUTPUT_DIRECTORY"] = f"{work}/lib"
         return [
             [
-                *(self.paths["cmake"], "-S", self.place("source", work), "-B", f"{work}/build", "-G", "Ninja"),
+                *(self.place("cmake", work), "-S", self.place("source", work), "-B", f"{work}/build", "-G", "Ninja"),
                 *(f"-D{name}={value}" for name, value in options.items()),
             ],
-            [self.paths["ninja"], "-C", f"{work}/build", "-j", str(jobs), "-v"],
+            [self.place("ninja", work), "-C", f"{work}/build", "-j", str(jobs), "-v"],
         ]
 
 

@@ -154,11 +154,10 @@ def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeou
     start = time.monotonic()
     with _store.explained(root, "cannot set up the build"):
         work = held.private_folder(_work_parent(root))
-        for name in asked.paths:
-            link = Path(asked.place(name, str(work)))
-            if str(link) != asked.paths[name]:
-                link.parent.mkdir(parents=True)
-                link.symlink_to(asked.paths[name])
+        links = asked.links(str(work))
+        for link, target in links.items():
+            os.makedirs(os.path.dirname(link), exist_ok=True)
+            os.symlink(target, link)
         (work / "tmp").mkdir()
         (root / asked.key).mkdir(mode=0o700, exist_ok=True)
         log_path = root / asked.key / f"build-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
@@ -181,10 +180,10 @@ def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeou
                     if code is None
                     else f"exit code {code} {after}"
                 )
-                raise BuildError(_failure(f"{step} {names} failed: {how}", root, log_path, jobs))
+                raise BuildError(_failure(f"{step} {names} failed: {how}", root, log_path, jobs, links))
     library = work / "lib" / "libmla_kernels.so"
     if not library.is_file():
-        raise BuildError(_failure(f"compiling {names} made no libmla_kernels.so", root, log_path, jobs))
+        raise BuildError(_failure(f"compiling {names} made no libmla_kernels.so", root, log_path, jobs, links))
     if source_digest(Path(asked.paths["source"])) != asked.identity["sources"]:
         raise BuildError("the sources were edited while they were compiled, so the result is thrown away; build again")
     architectures = _checked_architectures(library, asked.targets)
@@ -225,7 +224,7 @@ def _supervised(command: list[str], log: BinaryIO, environment: dict[str, str], 
             process.wait()
 
 
-def _failure(what: str, root: Path, log: Path, jobs: int) -> str:
+def _failure(what: str, root: Path, log: Path, jobs: int, links: dict[str, str]) -> str:
     """`what`, the first lines of the log that look like errors, its last lines, its path, and hints."""
     errors: list[str] = []
     last: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
@@ -235,6 +234,8 @@ def _failure(what: str, root: Path, log: Path, jobs: int) -> str:
             text = printable(line[: 4 * LINE_LENGTH].decode("utf-8", "replace")).strip()[:LINE_LENGTH]
             if not text:
                 continue
+            for link, target in links.items():
+                text = text.replace(link, printable(target))
             last.append(text)
             if not text.startswith("$ ") and _ERROR.search(line):
                 full |= b"No space left" in line
@@ -242,6 +243,8 @@ def _failure(what: str, root: Path, log: Path, jobs: int) -> str:
                 if len(errors) < ERROR_LINES:
                     errors.append(text)
     parts = [what]
+    with contextlib.suppress(OSError):  # CMake does not always say so, and the log may be what found no room
+        full |= shutil.disk_usage(root).free < 2**20
     if full:
         parts.append(_store.disk_full(root))
     if killed:

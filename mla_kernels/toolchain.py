@@ -131,10 +131,12 @@ def _package_folder(name: str) -> Path | None:
 def find_tool(name: str, oldest: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Tool:
     """`cmake` or `ninja`: from PATH, else from the PyPI package of that name in this interpreter's environment."""
     candidates = [shutil.which(name, path=environ.get("PATH", ""))]
-    package = _package_folder(name)
+    package, scripts = _package_folder(name), sysconfig.get_path("scripts")
     if package is not None:
         candidates.append(shutil.which(name, path=str(package / "data" / "bin")))
-        candidates.append(shutil.which(name, path=sysconfig.get_path("scripts")))
+        candidates.append(shutil.which(name, path=scripts))
+        if candidates[1] and candidates[0] and os.path.dirname(candidates[0]) == scripts:
+            del candidates[0]  # a script of that package, which starts a second Python in front of the program
     seen = []
     for path in candidates:
         if path is None:
