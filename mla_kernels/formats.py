@@ -16,8 +16,8 @@ scale: `real = stored * scale`, so `stored = x / scale`, written as bits.
 Rules of the 8-bit encoder, ours and not those of a torch version:
 
 - round to nearest, ties to even; subnormals are kept;
-- a magnitude above the largest finite value (448, or 57344 for e5m2), infinity included, becomes that largest value with
-  its sign. It counts as saturated, also where plain rounding would have given the same code (449);
+- a magnitude above the largest finite value (448, or 57344 for e5m2), infinity included, becomes that largest value
+  with its sign. It counts as saturated, also where plain rounding would have given the same code (449);
 - NaN becomes code 0x7F whatever its sign and payload, and is counted;
 - zero keeps its sign, and so does a value that flushes to zero (non-zero in, zero out), which is counted.
 
@@ -27,6 +27,7 @@ vLLM call `fp8_ds_mla`.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,6 +49,7 @@ __all__ = [
     "bytes_per_token",
     "cache_bytes",
     "decode",
+    "decode_element",
     "encode",
     "encode_element",
     "round_to",
@@ -169,8 +171,8 @@ class Encoded:
     """Stored bits of tokens `[..., 576]` in one format.
 
     `data`: uint8 codes `[..., 576]` (`[..., 512]` for e4m3_group128), or bf16 values `[..., 576]` for bf16.
-    `scale`: fp32, `[]` a tensor, `[..., 1]` a token, `[..., 4]` a 128-group, None for bf16. `rope`: bf16 `[..., 64]` for
-    e4m3_group128, else None.
+    `scale`: fp32, `[]` a tensor, `[..., 1]` a token, `[..., 4]` a 128-group, None for bf16. `rope`: bf16 `[..., 64]`
+    for e4m3_group128, else None.
     """
 
     format: CacheFormat
@@ -186,7 +188,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, `tokens * bytes_per_token`. A per-tensor scale lies outside the rows and is not counted."""
+        """Bytes of the rows, `tokens * bytes_per_token`; a per-tensor scale lies outside them and is not counted."""
         return self.data.shape[:-1].numel() * self.format.bytes_per_token
 
     def pack(self) -> torch.Tensor:
@@ -251,7 +253,7 @@ def round_to(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def _round_chunk(x: torch.Tensor, spec: Element, out: torch.Tensor) -> None:
-    """out = x rounded. Adding and subtracting 1.5 * 2^52 * quantum rounds to a multiple of the quantum, ties to even."""
+    """out = x rounded: adding and subtracting 1.5 * 2^52 * quantum rounds to a multiple of quantum, ties to even."""
     limit = spec.max_finite if spec.saturates else 2.0 * spec.max_finite
     clamped = x.clamp(-limit, limit)  # NaN passes; infinity is put back below
     magic = (clamped.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)  # 2^exponent
@@ -289,6 +291,32 @@ def encode_element(x: torch.Tensor, element: str) -> tuple[torch.Tensor, Counter
     return codes, Counters(n_saturated, n_zero_out - n_zero_in, n_nan, x.numel())
 
 
+@functools.cache
+def _code_values(element: str, device: torch.device) -> torch.Tensor:
+    """float64 [256]: the value of every code of an 8-bit element type, from the definition of the encoding."""
+    spec = ELEMENTS[element]
+    ones = (1 << (7 - spec.fraction_bits)) - 1  # the exponent field with all bits set
+    values = []
+    for code in range(256):
+        field, fraction = (code & 0x7F) >> spec.fraction_bits, code & ((1 << spec.fraction_bits) - 1)
+        significand = fraction + ((1 << spec.fraction_bits) if field else 0)
+        value = math.ldexp(significand, max(field, 1) - 1 + spec.min_exponent - spec.fraction_bits)
+        if element == "e4m3" and (code & 0x7F) == 0x7F:  # e4m3 has one NaN a sign and no infinity
+            value = math.nan
+        if element == "e5m2" and field == ones:
+            value = math.nan if fraction else math.inf
+        values.append(math.copysign(value, -1.0 if code & 0x80 else 1.0))
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def decode_element(codes: torch.Tensor, element: str) -> torch.Tensor:
+    """float64 values of uint8 codes of e4m3 or e5m2, from a table of 256; same shape, NaN and infinity included."""
+    if codes.dtype != torch.uint8 or not _element(element).saturates:
+        raise ValueError(f"codes: expected uint8 codes of e4m3 or e5m2, got {codes.dtype} of {element}")
+    table = _code_values(element, codes.device)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
 def amax_scale(x: torch.Tensor, element: str = "e4m3") -> float:
     """The per-tensor scale that maps the largest finite magnitude of x to the largest finite code: amax / 448.
 
@@ -305,9 +333,8 @@ def _amax_scales(x: torch.Tensor, spec: Element) -> torch.Tensor:
         return torch.ones(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     amax = torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(-1, keepdim=True).to(torch.float64)
     scale = (amax / spec.max_finite).to(torch.float32)
-    for _ in range(2):  # fp32 rounding of scale or of amax / scale may have gone down
-        short = amax.to(torch.float32) / scale > spec.max_finite
-        scale = torch.where(short | (scale.double() * spec.max_finite < amax), scale.nextafter(scale + 1), scale)
+    low = scale.to(torch.float64) * spec.max_finite < amax  # fp32 rounded the scale down: amax / scale would saturate
+    scale = torch.where(low, scale.nextafter(torch.full_like(scale, math.inf)), scale)
     tiny = torch.finfo(torch.float32).tiny
     return torch.where(amax > 0, scale.clamp(min=tiny), torch.ones_like(scale))
 
@@ -315,9 +342,9 @@ def _amax_scales(x: torch.Tensor, spec: Element) -> torch.Tensor:
 def encode(x: torch.Tensor, fmt: str | CacheFormat, scale: float | None = None) -> Encoded:
     """Real values `[..., 576]` to stored bits: `stored = x / scale`.
 
-    x: any float dtype. `scale`: for `e4m3` and `e5m2` a positive finite number, or None for `amax_scale(x)`; refused for
-    the other formats, which compute theirs from amax (one a token, or one per 128 latent values). The division is done
-    in fp32 (float64 for float64 input), as cache writers on a device do. Raises ValueError naming the argument.
+    x: any float dtype. `scale`: for `e4m3` and `e5m2` a positive finite number, or None for `amax_scale(x)`; refused
+    for the other formats, which compute theirs from amax (one a token, or one per 128 latent values). The division is
+    done in fp32 (float64 for float64 input), as cache writers on a device do. Raises ValueError naming the argument.
     """
     fmt = _format(fmt)
     if x.shape[-1] != D or not x.is_floating_point():
@@ -351,10 +378,9 @@ def encode(x: torch.Tensor, fmt: str | CacheFormat, scale: float | None = None) 
 def decode(encoded: Encoded) -> torch.Tensor:
     """Real values, float64 `[..., 576]`: `stored * scale`, exact in float64."""
     fmt = encoded.format
-    stored = encoded.stored
     if fmt.granularity == "none":
-        return stored.to(torch.float64)
-    values = stored.to(torch.float32).to(torch.float64)
+        return encoded.data.to(torch.float64)
+    values = decode_element(encoded.data, fmt.latent)
     assert encoded.scale is not None
     scale = encoded.scale.to(torch.float64)
     if fmt.granularity != "group128":
@@ -380,7 +406,7 @@ def cache_bytes(fmt: str | CacheFormat, page_size: int, num_blocks: int = 1) -> 
 def allocate(
     fmt: str | CacheFormat, page_size: int, num_blocks: int = 1, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """An uninitialised cache `[num_blocks, page_size, …]`: 576 elements, or the packed byte row where scales lie in it."""
+    """An uninitialised cache `[num_blocks, page_size, …]`: 576 elements, or the byte row where scales lie in it."""
     fmt = _format(fmt)
     cache_bytes(fmt, page_size, num_blocks)  # checks the sizes
     packed = fmt.granularity in ("token", "group128")

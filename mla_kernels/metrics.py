@@ -33,6 +33,7 @@ __all__ = [
     "nonfinite_count",
     "quantiles",
     "relative_error",
+    "row_budget",
     "row_errors",
     "row_verdicts",
     "squared_relative_error",
@@ -74,7 +75,7 @@ def _ratio(error: torch.Tensor, size: torch.Tensor) -> float:
 
 
 def row_errors(out: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
-    """‖out − ref‖ / ‖ref‖ of each row: float64, out's shape without the last dim. 0/0 is 0; a zero ref row gives inf."""
+    """‖out − ref‖ / ‖ref‖ of each row: float64, without the last dim. 0/0 is 0; another out over a zero ref is inf."""
     out, ref = _pair(out, ref)
     error, size = (out - ref).norm(dim=-1), ref.norm(dim=-1)
     ratio = error / size
@@ -82,7 +83,7 @@ def row_errors(out: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
 
 
 def gain_minus_1(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """⟨out, ref⟩ / ⟨ref, ref⟩ − 1, computed as ⟨out − ref, ref⟩ / ⟨ref, ref⟩: the share by which out is too long along ref.
+    """⟨out, ref⟩ / ⟨ref, ref⟩ − 1: the share by which out is too long along ref (as ⟨out − ref, ref⟩ / ⟨ref, ref⟩).
 
     −0.2 means that out lost 20 % of its length. 0 for a zero ref and a zero out, NaN for a zero ref and another out.
     """
@@ -96,8 +97,8 @@ def gain_minus_1(out: torch.Tensor, ref: torch.Tensor) -> float:
 def squared_relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     """1 − 2⟨out, ref⟩ / (‖out‖² + ‖ref‖²) = ‖out − ref‖² / (‖out‖² + ‖ref‖²).
 
-    The field calls it "cosine diff" (`cal_diff` in the tests of FlashMLA and vLLM). It is no cosine: it sees length too,
-    and near a right answer it is half the square of the relative error. 1 for a zero out.
+    The field calls it "cosine diff" (`cal_diff` in the tests of FlashMLA and vLLM). It is no cosine: it sees length
+    too, and near a right answer it is half the square of the relative error. 1 for a zero out.
     """
     out, ref = _pair(out, ref)
     size = (out * out).sum() + (ref * ref).sum()
@@ -105,7 +106,7 @@ def squared_relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def max_abs_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """Largest |out − ref|; equal infinities (lse of an empty row) differ by 0; NaN if a NaN or a lone infinity is met."""
+    """Largest |out − ref|. Equal infinities (lse of an empty row) differ by 0; a NaN or a lone infinity gives NaN."""
     out, ref = _pair(out, ref)
     if out.numel() == 0:
         return 0.0
@@ -159,8 +160,7 @@ def _ordinal(x: torch.Tensor, element: str) -> torch.Tensor:
     """Index of x on the number line of the element type, 0 at zero."""
     spec = ELEMENTS[element]
     value = round_to(x, element).nan_to_num(nan=0.0, posinf=2 * spec.max_finite, neginf=-2 * spec.max_finite)
-    mantissa, exponent = torch.frexp(value.abs())
-    exponent = (exponent - 1).clamp(min=spec.min_exponent)
+    exponent = (torch.frexp(value.abs())[1] - 1).clamp(min=spec.min_exponent)
     steps = torch.ldexp(value.abs(), spec.fraction_bits - exponent.to(torch.float64))  # in steps of its binade
     binade = (exponent - spec.min_exponent).to(torch.int64) << spec.fraction_bits
     index = torch.where(value == 0, torch.zeros_like(binade), binade + steps.to(torch.int64))
@@ -218,10 +218,10 @@ def row_verdicts(
 ) -> list[RowVerdict]:
     """One verdict a row, in row order. `budget`: the relative error up to which a row is ok.
 
-    `previous`: what the output buffer held before the call (a tensor like out, or one poison value, NaN included). A row
-    over budget of which an eighth or more still holds that content, bit for bit in value, is stale. Swapped: within
-    budget (at least 1e-2) of another row's reference. Outlier: `outlier_elements` of the row carry `outlier_share` of its squared
-    error.
+    `previous`: what the output buffer held before the call (a tensor like out, or one poison value, NaN included). A
+    row over budget of which an eighth or more still holds that content, equal in value, is stale. Swapped: within
+    budget (at least 1e-2) of another row's reference. Outlier: `outlier_elements` of the row carry `outlier_share` of
+    its squared error.
     """
     shape = out.shape[:-1]
     raw = out.detach()
@@ -356,9 +356,48 @@ def error_split(oracle: torch.Tensor, format: torch.Tensor, stage: torch.Tensor,
     return ErrorSplit(oracle, format - oracle, stage - format, kernel - stage, kernel - oracle)
 
 
-def implementation_budget(length: int) -> float:
-    """Bound on ‖kernel − stage‖ / ‖stage‖; placeholder until derived."""
-    return 1e-2
+_STEP = {"e4m3": 2.0**-3, "bf16": 2.0**-7, "fp16": 2.0**-10}  # largest relative step of P's format
+_OUT_STEP = {"e4m3": 2.0**-7, "bf16": 2.0**-7, "fp16": 2.0**-10}  # the same of the output's format
+
+
+def implementation_budget(length: int, *, dtype: str = "e4m3", logit_error: float = 2.0**-22) -> float:
+    """Bound on ‖kernel − stage‖ / ‖stage‖ of a case with rows of `length` keys and inputs of `dtype`; 1e-2 at the most.
+
+    Kernel and stage round at the same points; they differ because the kernel computes in fp32, which moves a value
+    across a rounding boundary now and then. With d the error of a logit (`logit_error`, natural units: 2^-22 measured
+    for queries and keys of std 1, where |lse − float64| stays under 2^-20; it grows with their product), step the
+    largest relative step of P's format, w_t a key's softmax weight and ‖o‖² = Σ w_t² ‖V_t‖² (independent keys):
+
+    - P flips. Key t flips with probability at most d P_t / ulp(P_t), and then moves o by ulp(P_t) / l · V_t. The mean
+      square over ‖o‖² is at most d · step. A row has at most n = 2 d length / step flips, so the mean of |move| is at
+      most √n times the root mean square.
+    - fp32 sums. 2^-24 (√64 / 2 + √(length / 64)): 64 products in a tile, then one fold a tile, errors independent.
+    - Output flips. Two values |a − b| apart round differently with probability |a − b| / ulp, and then differ by one
+      ulp: mean square |a − b| · ulp, ulp at most `out_step` of the value.
+
+    All three are means over what a case may draw. The bound is ten times their root sum of squares: by Chebyshev a
+    case exceeds it with probability under 1 %. It is met for logits up to a few dozen; for queries of std 100 pass
+    their `logit_error` (`Case.budget` does).
+    """
+    if dtype not in _STEP:
+        raise ValueError(f"dtype: expected one of {', '.join(_STEP)}, got {dtype!r}")
+    step, out_step = _STEP[dtype], _OUT_STEP[dtype]
+    p_flips = math.sqrt(logit_error * step)
+    mean_move = p_flips * math.sqrt(min(1.0, 2.0 * logit_error * length / step))
+    sums = 2.0**-24 * (math.sqrt(64.0) / 2.0 + math.sqrt(length / 64.0))
+    out_flips = math.sqrt(out_step * (mean_move + sums))
+    return min(1e-2, 10.0 * math.sqrt(p_flips**2 + sums**2 + out_flips**2))
+
+
+def row_budget(dtype: str = "e4m3") -> float:
+    """Bound on ‖kernel − stage‖ / ‖stage‖ of one row, for `row_verdicts`: one flip of its heaviest movable weight.
+
+    The running maximum's own P is exactly 2^8 (1 for bf16, fp16) and cannot flip; any other weight is at most half the
+    row. So one flip moves the row by at most step / 2, and the output's rounding adds at most one step of its own.
+    """
+    if dtype not in _STEP:
+        raise ValueError(f"dtype: expected one of {', '.join(_STEP)}, got {dtype!r}")
+    return _STEP[dtype] / 2.0 + _OUT_STEP[dtype]
 
 
 def layer_row(
@@ -373,8 +412,8 @@ def layer_row(
     """One row of the per-layer table for latents and ropes x `[..., 576]` stored as `fmt` with `scale` (None: amax).
 
     layer, nonfinite, max |x|, p99.99 of |x|, scale, share clipped, share flushed to zero, round-trip error
-    ‖decode − x‖ / ‖x‖, output error ‖out − out_ref‖ / ‖out_ref‖ (NaN if not given). A layer with NaN stays in the table:
-    its nonfinite count says so, and its numbers are those of the finite values, except errors, which are NaN.
+    ‖decode − x‖ / ‖x‖, output error ‖out − out_ref‖ / ‖out_ref‖ (NaN if not given). A layer with NaN stays in the
+    table: its nonfinite count says so, its numbers are those of the finite values, and its errors are NaN.
     """
     encoded = encode(x, fmt, scale)
     finite = x[torch.isfinite(x)]
@@ -418,7 +457,7 @@ def top1_agreement(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tens
 
 
 def kl_summary(logits: torch.Tensor, ref_logits: torch.Tensor) -> dict[str, float]:
-    """Over all positions: positions, nonfinite, KL mean, median, p99, p99.9, max (nats), share with the same top token."""
+    """Over all positions: count, nonfinite, KL mean, median, p99, p99.9, max (nats), share with the same top token."""
     kl = kl_divergence(logits, ref_logits).reshape(-1)
     q = quantiles(kl, (0.5, 0.99, 0.999, 1.0))
     finite = kl[torch.isfinite(kl)]
@@ -437,7 +476,7 @@ def kl_summary(logits: torch.Tensor, ref_logits: torch.Tensor) -> dict[str, floa
 
 
 def kl_by_position(logits: torch.Tensor, ref_logits: torch.Tensor) -> list[dict[str, float]]:
-    """`[sequences, positions, vocabulary]` (or without sequences) to one row a position: KL mean, max, same top token."""
+    """Logits `[sequences, positions, vocabulary]` (or one sequence) to a row a position: KL mean, max, same top token."""
     kl, same = kl_divergence(logits, ref_logits), top1_agreement(logits, ref_logits).to(torch.float64)
     kl, same = kl.reshape(-1, kl.shape[-1]), same.reshape(-1, same.shape[-1])
     return [

@@ -8,14 +8,14 @@ Three of the four results that the error split compares come from `attention`:
 
 - oracle: the bf16 originals, `rounding=EXACT`;
 - format: decoded stored values, `rounding=EXACT`;
-- stage: stored values, `rounding=KERNEL` (or `KERNEL_BF16`, `KERNEL_FP16`), the arithmetic of our kernels point by point.
+- stage: stored values, `rounding=KERNEL` (`KERNEL_BF16`, `KERNEL_FP16`), the arithmetic of our kernels point by point.
 
-What `KERNEL` does to a row: its keys are cut into splits at multiples of `block_n` (`split_bounds`). Inside a split, tile
-by tile, m is the running maximum of the logits; P = exp(logit - m) * 2^8 is rounded to e4m3; every tile's P V is summed
-on its own and folded as O = O * alpha + tile. Two row sums are kept: of the rounded P, which divides the output, and of
-the unrounded P, which gives lse. Partial results of splits are merged with weights exp(lse_i - lse), where these lse are
-those of the rounded sums, so that the weights add up to 1. The output is multiplied by kv_scale and rounded once to
-bf16. What the kernels do in fp32 is float64 here, so `kernel - stage` shows fp32 and nothing else.
+What `KERNEL` does to a row: its keys are cut into splits at multiples of `block_n` (`split_bounds`). Inside a split,
+tile by tile, m is the running maximum of the logits; P = exp(logit - m) * 2^8 is rounded to e4m3; every tile's P V is
+summed on its own and folded as O = O * alpha + tile. Two row sums are kept: of the rounded P, which divides the output,
+and of the unrounded P, which gives lse. Partial results of splits are merged with weights exp(lse_i - lse), where these
+lse are those of the rounded sums, so that the weights add up to 1. The output is multiplied by kv_scale and rounded
+once to bf16. What the kernels do in fp32 is float64 here, so `kernel - stage` shows fp32 and nothing else.
 
 The accumulator model (`Accumulator`, `tensor_core_matmul`) is off by default and goes into either product.
 """
@@ -52,9 +52,9 @@ __all__ = [
 class Accumulator:
     """A tensor core's narrow accumulator.
 
-    One instruction adds `k_step` products to the accumulator. All addends and the accumulator are aligned to the largest
-    exponent among them (an exponent is that of the operands, a product's significand lies in [1, 4)), cut to
-    `fraction_bits` below it (toward zero), and summed exactly; the sum is normalised and cut again to `fraction_bits`.
+    One instruction adds `k_step` products to the accumulator. All addends and the accumulator are aligned to the
+    largest exponent among them (a product's is the sum of its operands', its significand lies in [1, 4)), cut to
+    `fraction_bits` below it (toward zero), and summed exactly; the sum is normalised and cut to `fraction_bits` again.
     `promote_every` contracted elements (tokens for P V, dims for Q K^T) the accumulator is added to a wide sum and
     cleared; None: never, one accumulator in place to the end of the split. `truncate="sum"` cuts only the running sum.
 
@@ -178,10 +178,11 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """MLA decode over a dense cache: `(out, lse)`, float64, `[b, s_q, h_q, 512]` and `[b, s_q, h_q]`, natural log.
 
-    q `[b, s_q, h_q, 576]` (or `[b, h_q, 576]`; s_q then drops out of the results too), kv `[b, s, 576]`, any float dtype:
-    real values, or stored values with `q_scale` and `kv_scale` (needed for a meaningful accumulator model). `seq_lens`
-    `[b]`: keys of a row; query token t of s_q sees `seq_len - s_q + t + 1` of them. A query without keys gives out 0 and
-    lse -inf. `num_kv_splits`: one number, or one a row. Values past a row's length are never read.
+    q `[b, s_q, h_q, 576]` (or `[b, h_q, 576]`; s_q then drops out of the results too), kv `[b, s, 576]`, any float
+    dtype: real values, or stored values with `q_scale` and `kv_scale` (the accumulator model needs stored values).
+    `seq_lens` `[b]`: keys of a row; query token t of s_q sees `seq_len - s_q + t + 1` of them. A query without keys
+    gives out 0 and lse -inf. `num_kv_splits`: a number, None (automatic), or one of these a row. Values past a row's
+    length are never read.
     """
     lens = [int(n) for n in seq_lens]
     squeeze = q.dim() == 3
@@ -276,25 +277,32 @@ def _pv_accumulated(
     def values(
         first: int, last: int
     ) -> torch.Tensor:  # V of tiles [first, last): [tiles, block, 512], zero past the end
-        v = kv[first * block : min(last * block, length), :D_V].to(torch.float64)
+        v = kv[first * block : min(last * block, length), :D_V]
+        v = v if v.dtype == torch.float64 else v.to(torch.float32)
         return torch.nn.functional.pad(v, (0, 0, 0, (last - first) * block - v.shape[0])).view(-1, block, D_V)
 
     every = accumulator.promote_every
+    batch = max(1, _TOKENS // block)
     if every is not None and every <= block and block % every == 0:  # tiles do not see each other
-        batch = max(1, _TOKENS // block)
         for begin, end in bounds:
             for first in range(begin, end, batch):
                 last = min(first + batch, end)
                 tiles = tensor_core_matmul(p[:, first:last].transpose(0, 1), values(first, last), accumulator)
                 out += torch.einsum("rt,trc->rc", weight[:, first:last], tiles)
         return out
+    weights = _Operand(p, accumulator)
+    narrow = weights.narrow and _Operand(kv[:, :D_V], accumulator).narrow
+    weights = weights.like(narrow)
     for begin, end in bounds:
-        state = _State(accumulator, (r, D_V), p, kv)
-        for t in range(begin, end):
-            if t > begin:
-                now = running[:, t]
-                state.rescale((running[:, t - 1] - now.masked_fill(now == -math.inf, 0.0)).exp().unsqueeze(-1))
-            state.add(p[:, t], values(t, t + 1)[0])
+        state = _State(accumulator, (r, D_V), narrow, p.device)
+        for first in range(begin, end, batch):
+            v = _Operand(values(first, min(first + batch, end)), accumulator).like(narrow)
+            for t in range(first, min(first + batch, end)):
+                if t > begin:
+                    now = running[:, t]
+                    alpha = (running[:, t - 1] - now.masked_fill(now == -math.inf, 0.0)).exp()
+                    state.rescale(alpha.unsqueeze(-1))
+                state.add(weights.at(slice(None), t), v.at(t - first))
         out += state.total() * weight[:, end - 1 : end]
     return out
 
@@ -305,48 +313,78 @@ def tensor_core_matmul(a: torch.Tensor, b: torch.Tensor, accumulator: Accumulato
     The values of a and b are taken as they are: they must already be rounded to the element type that the instruction
     reads. Leading dimensions of both must be equal.
     """
-    lead = a.shape[:-2]
-    a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
-    n, r, _ = a.shape
-    c = b.shape[-1]
+    lead, (r, k), c = a.shape[:-2], a.shape[-2:], b.shape[-1]
+    x, y = _Operand(a.reshape(-1, r, k), accumulator), _Operand(b.reshape(-1, k, c), accumulator)
+    narrow = x.narrow and y.narrow
+    x, y = x.like(narrow), y.like(narrow)
+    n = x.value.shape[0]
     out = torch.empty(n, r, c, dtype=torch.float64, device=a.device)
-    wide_c = min(c, 2048)
-    batch = max(1, _PRODUCTS // (accumulator.k_step * r * wide_c))
+    columns = max(1, min(c, _PRODUCTS // (accumulator.k_step * r)))
+    batch = max(1, _PRODUCTS // (accumulator.k_step * r * columns))
+    states: dict[tuple[int, int], _State] = {}  # at most four shapes: whole and last batch, whole and last columns
     for i in range(0, n, batch):
-        for j in range(0, c, wide_c):
-            x, y = a[i : i + batch], b[i : i + batch, :, j : j + wide_c]
-            state = _State(accumulator, (x.shape[0], r, y.shape[-1]), x, y)
-            state.add(x, y)
-            out[i : i + batch, :, j : j + wide_c] = state.total()
+        for j in range(0, c, columns):
+            part = y.at(slice(i, i + batch), slice(None), slice(j, j + columns))
+            shape = (part.value.shape[0], part.value.shape[2])
+            state = states.setdefault(shape, _State(accumulator, (shape[0], r, shape[1]), narrow, a.device))
+            state.clear()
+            state.add(x.at(slice(i, i + batch)), part)
+            out[i : i + batch, :, j : j + columns] = state.total()
     return out.view(*lead, r, c)
 
 
-_PRODUCTS = 1 << 20  # products held at once by the accumulator model: 4 MB an array, inside the cache
+_PRODUCTS = 1 << 19  # products held at once by the accumulator model: 2 MB an array, inside the cache
 
 
-def _few_bits(x: torch.Tensor) -> bool:
-    """Whether every value fits fp32 with at most 12 significant bits, so that products are exact in fp32."""
-    narrow = x.to(torch.float32)
-    return bool(((narrow.view(torch.int32) & 0xFFF) == 0).all()) and bool((narrow.to(x.dtype) == x).all())
+class _Operand:
+    """Values of one operand with the exponents that alignment goes by. Narrow: fp32 inside, exact for fp8 operands."""
+
+    def __init__(self, x: torch.Tensor, spec: Accumulator) -> None:
+        single = x.to(torch.float32)
+        bits = single.view(torch.int32)
+        few = bool(((bits & 0xFFF) == 0).all()) and bool((single.to(x.dtype) == x).all())  # 12 significant bits
+        self.narrow = few and spec.fraction_bits <= 16
+        self.value = single if self.narrow else x.to(torch.float64)
+        self.spec = spec
+        self.exponent = self._exponents() if spec.truncate == "addends" else None
+
+    def _exponents(self) -> torch.Tensor:
+        """int16 floor(log2 |x|), at least min_exponent; zero gets one that never wins."""
+        exponent = torch.frexp(self.value)[1].sub_(1).clamp_(min=self.spec.min_exponent).to(torch.int16)
+        return exponent.masked_fill_(self.value == 0, -1000)
+
+    def like(self, narrow: bool) -> _Operand:
+        return self if self.narrow == narrow else self._made(self.value.to(torch.float64), self.exponent, narrow)
+
+    def at(self, *index: slice | int) -> _Operand:
+        return self._made(self.value[index], None if self.exponent is None else self.exponent[index], self.narrow)
+
+    def _made(self, value: torch.Tensor, exponent: torch.Tensor | None, narrow: bool) -> _Operand:
+        made = object.__new__(_Operand)
+        made.value, made.exponent, made.narrow, made.spec = value, exponent, narrow, self.spec
+        return made
 
 
 class _State:
-    """A running accumulator [..., r, c] with its wide sum. fp32 inside where exact (fp8 operands), else float64."""
+    """A running accumulator [..., r, c] with its wide sum, and the buffers of one instruction."""
 
-    def __init__(self, spec: Accumulator, shape: tuple[int, ...], *operands: torch.Tensor) -> None:
-        narrow = spec.truncate == "addends" and spec.fraction_bits <= 16 and all(_few_bits(x) for x in operands)
+    def __init__(self, spec: Accumulator, shape: tuple[int, ...], narrow: bool, device: torch.device) -> None:
         self.spec = spec
         self.dtype, self.int_dtype = (torch.float32, torch.int32) if narrow else (torch.float64, torch.int64)
         self.fraction, self.bias, self.field = (23, 127, 0xFF) if narrow else (52, 1023, 0x7FF)
-        device = operands[0].device
         self.part = torch.zeros(shape, dtype=self.dtype, device=device)
         self.wide = torch.zeros(shape, dtype=torch.float64, device=device)
         self.since = 0
-        products = (*shape[:-2], spec.k_step, *shape[-2:])
         if spec.truncate == "addends":
+            products = (*shape[:-2], spec.k_step, *shape[-2:])
             self.product = torch.empty(products, dtype=self.dtype, device=device)
             self.cut = torch.empty(products, dtype=self.int_dtype, device=device)
             self.exponent = torch.empty(products, dtype=torch.int16, device=device)
+
+    def clear(self) -> None:
+        self.part.zero_()
+        self.wide.zero_()
+        self.since = 0
 
     def rescale(self, alpha: torch.Tensor) -> None:
         """The online softmax's O *= alpha, on registers: fp32."""
@@ -356,27 +394,19 @@ class _State:
     def total(self) -> torch.Tensor:
         return self.wide + self.part
 
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+    def add(self, a: _Operand, b: _Operand) -> None:
         step = self.spec.k_step
-        a, b = a.to(self.dtype), b.to(self.dtype)
-        if self.spec.truncate == "addends":
-            ea, eb = self._exponents(a), self._exponents(b)
-        for k in range(0, a.shape[-1], step):
-            ak, bk = a[..., k : k + step], b[..., k : k + step, :]
-            if self.spec.truncate == "addends":
-                self._fused(ak, bk, ea[..., k : k + step], eb[..., k : k + step, :])
+        for k in range(0, a.value.shape[-1], step):
+            rows, cols = (..., slice(k, k + step)), (..., slice(k, k + step), slice(None))
+            if a.exponent is None or b.exponent is None:
+                self.part = self._cut(self.part + a.value[rows] @ b.value[cols], self.spec.fraction_bits)
             else:
-                self.part = self._cut(self.part + ak @ bk, self.spec.fraction_bits)
+                self._fused(a.value[rows], b.value[cols], a.exponent[rows], b.exponent[cols])
             self.since += step
             if self.spec.promote_every is not None and self.since >= self.spec.promote_every:
                 self.wide += self.part
                 self.part.zero_()
                 self.since = 0
-
-    def _exponents(self, x: torch.Tensor) -> torch.Tensor:
-        """int16 exponents of operands: floor(log2 |x|), at least min_exponent; zero gets one that never wins."""
-        e = ((x.view(self.int_dtype) >> self.fraction) & self.field) - self.bias
-        return torch.where(x == 0, -1000, e.clamp_(min=self.spec.min_exponent)).to(torch.int16)
 
     def _cut(self, x: torch.Tensor, bits: int) -> torch.Tensor:
         """x cut toward zero to `bits` fraction bits of its own exponent (at most those of fp32)."""
@@ -384,6 +414,7 @@ class _State:
         return (x.contiguous().view(self.int_dtype) & -(1 << drop)).view(self.dtype)
 
     def _fused(self, a: torch.Tensor, b: torch.Tensor, ea: torch.Tensor, eb: torch.Tensor) -> None:
+        """part = one instruction's result: align products and part to the largest exponent, cut, sum, normalise, cut."""
         n = a.shape[-1]
         product, cut, exponent = (x.narrow(-3, 0, n) for x in (self.product, self.cut, self.exponent))
         torch.mul(a.mT.unsqueeze(-1), b.unsqueeze(-2), out=product)
