@@ -380,10 +380,12 @@ def error_at_length(table: pd.DataFrame, *, x: str = "tokens", title: str = "Err
             xlabel={"tokens": "context length, tokens", "b": "batch size b"}.get(x, x),
         )
         axis.set_ylabel("relative error")
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        ticks = sorted(set(table[x]))
+        axis.set_xticks(ticks, [f"{v:,.0f}" for v in ticks])
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _percent(v)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    axes[0].legend(title="part of the error")
+    _legend_below(figure, axes[0], "part of the error")
     return figure
 
 

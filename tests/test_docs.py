@@ -88,6 +88,15 @@ def test_readme_has_an_example():
     assert code_blocks(README, "python")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("memo", sorted((ROOT / "findings").glob("*.md")), ids=lambda path: path.stem)
+def test_finding_has_a_reproducer_that_holds(memo):
+    reproducer = memo.with_suffix(".py")
+    assert "assert " in reproducer.read_text()
+    done = subprocess.run([sys.executable, str(reproducer)], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 def test_environment_yml_agrees_with_the_package():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     conda = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
