@@ -134,7 +134,9 @@ class Case:
         """`implementation_budget` of this case: the error of a logit grows with the size of queries and keys."""
         distribution = DISTRIBUTIONS[self.distribution]
         size = (distribution.q_std if self.q_std is None else self.q_std) * distribution.kv_rms
-        return implementation_budget(max(self.seq_lens), dtype=self.dtype, logit_error=2.0**-22 * max(1.0, size))
+        return implementation_budget(
+            max(self.seq_lens, default=0), dtype=self.dtype, logit_error=2.0**-22 * max(1.0, size)
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Results:
-    """The four results, `[b, s_q, h_q, 512]`, each with its lse `[b, s_q, h_q]`: float64, and what the kernel returned."""
+    """The four results `[b, s_q, h_q, 512]`, each with its lse `[b, s_q, h_q]`: float64, and what the kernel gave."""
 
     oracle: torch.Tensor
     format: torch.Tensor
@@ -260,7 +262,7 @@ def inputs_from(
 def _page(
     stored: torch.Tensor, lens: list[int], page_size: int, layout: str, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shuffled pages in hostile memory: kv_cache `[num_blocks, page_size, 576]`, block_table `[b, max_blocks]` int32."""
+    """Shuffled pages in hostile memory: kv_cache `[num_blocks, page_size, 576]`, block_table `[b, max_blocks]`."""
     device = stored.device
     pages = [-(-n // page_size) for n in lens]
     owned = sum(pages)
@@ -360,9 +362,9 @@ def _correctness() -> list[Case]:
         for n in (128, 1024, 8192)
     ]
     cases += [
-        # Near-uniform weights on a mean: rounding of the cache averages out, and format error falls to 1e-3. One flipped
-        # bf16 output is 2^-7 of an element just over 1, 2^-7 / √n of a case with n outputs: with 128 heads and two
-        # tokens 2e-5, small enough to compare with a tenth of 1e-3 (with 16 heads it is 9e-5, and one flip decides).
+        # Near-uniform weights on a mean: rounding of the cache averages out, and format error falls to 1e-3. One
+        # flipped bf16 output is 2^-7 of an element just over 1, 2^-7 / √n of a case with n outputs: with 128 heads and
+        # two tokens 2e-5, fit to be compared with a tenth of 1e-3 (with 16 heads it is 9e-5: one flip would decide).
         case("shifted_mean-q0.1-8192", (8192,), h_q=128, s_q=2, distribution="shifted_mean", q_std=0.1),
         case(
             "shifted_mean-q0.1-8192-splits",

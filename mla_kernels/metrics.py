@@ -476,7 +476,7 @@ def kl_summary(logits: torch.Tensor, ref_logits: torch.Tensor) -> dict[str, floa
 
 
 def kl_by_position(logits: torch.Tensor, ref_logits: torch.Tensor) -> list[dict[str, float]]:
-    """Logits `[sequences, positions, vocabulary]` (or one sequence) to a row a position: KL mean, max, same top token."""
+    """Logits `[sequences, positions, vocabulary]` (or one sequence): a row a position, KL mean, max, same top token."""
     kl, same = kl_divergence(logits, ref_logits), top1_agreement(logits, ref_logits).to(torch.float64)
     kl, same = kl.reshape(-1, kl.shape[-1]), same.reshape(-1, same.shape[-1])
     return [

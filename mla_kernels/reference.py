@@ -414,7 +414,7 @@ class _State:
         return (x.contiguous().view(self.int_dtype) & -(1 << drop)).view(self.dtype)
 
     def _fused(self, a: torch.Tensor, b: torch.Tensor, ea: torch.Tensor, eb: torch.Tensor) -> None:
-        """part = one instruction's result: align products and part to the largest exponent, cut, sum, normalise, cut."""
+        """One instruction: align products and part to the largest exponent, cut, sum, normalise, cut."""
         n = a.shape[-1]
         product, cut, exponent = (x.narrow(-3, 0, n) for x in (self.product, self.cut, self.exponent))
         torch.mul(a.mT.unsqueeze(-1), b.unsqueeze(-2), out=product)
