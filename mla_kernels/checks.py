@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Contributors to mla-kernels
 """Argument checks of the operator, in the order arch, dtype, device, layout, shape.
 
-They look at metadata only, so they also run while a graph is traced. Lengths and page ids are values: the target that reads
-them checks them. Every message holds the argument's name, what was expected, what came, and the way out.
+They look at metadata only, so they also run while a graph is traced. Lengths and page ids are values: the target that
+reads them checks them. Every message holds the argument's name, what was expected, what came, and the way out.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def check_decode(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    """Everything that metadata tells, for queries of 3 or 4 dimensions. TypeError for dtypes, ValueError for the rest."""
+    """Check what metadata tells, for queries of 3 or 4 dimensions: TypeError for dtypes, ValueError for the rest."""
     tensors = {"q_nope": q_nope, "q_pe": q_pe, "kv_cache": kv_cache, "seq_lens": seq_lens, "block_table": block_table}
     tensors |= {k: v for k, v in (("out", out), ("lse", lse), ("workspace", workspace)) if v is not None}
     tensors |= {k: v for k, v in (("q_scale", q_scale), ("kv_scale", kv_scale)) if isinstance(v, Tensor)}
@@ -189,6 +189,11 @@ def check_decode(
             )
 
     _check_shapes(tensors)
+    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+        if isinstance(scale, Tensor) and scale.numel() != 1:
+            _fail(ValueError, name, "one element", list(scale.shape), "one scale serves the whole tensor")
+    if torch.compiler.is_compiling():
+        return  # numbers may be symbols now; the target checks them when it runs
     if num_kv_splits is not None and not 1 <= num_kv_splits <= MAX_SPLITS:
         _fail(
             ValueError,
@@ -200,8 +205,6 @@ def check_decode(
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if not isinstance(scale, Tensor):
             check_scale(name, scale)
-        elif scale.numel() != 1:
-            _fail(ValueError, name, "one element", list(scale.shape), "one scale serves the whole tensor")
     if not math.isfinite(sm_scale):
         _fail(ValueError, "sm_scale", "a finite number", sm_scale, "usually (128 + 64) ** -0.5 of the unabsorbed head")
 

@@ -39,7 +39,8 @@ _SCHEMAS = (
     "build_key() -> str",
     "compiled_targets() -> str",
     "cpu_workspace_size(int b, int s_q, int h_q, int capacity, int? num_kv_splits) -> int",
-    # For tests: which instruction set the CPU target runs.
+    # For tests: the plan as the kernels have it, and which instruction set the CPU target runs.
+    "split_plan(int seq_len, int? num_kv_splits) -> int[]",
     "cpu_isa() -> str",
     "available_cpu_isas() -> str",
     "set_cpu_isa(str name) -> ()",

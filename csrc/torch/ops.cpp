@@ -8,8 +8,10 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../cpu/launch.h"
+#include "mla/scheduler.h"
 
 namespace {
 
@@ -93,6 +95,14 @@ int64_t cpu_workspace_size(int64_t b, int64_t s_q, int64_t h_q, int64_t capacity
   return mla::cpu::workspace_size(b, s_q, h_q, capacity, num_kv_splits.value_or(0));
 }
 
+// Token boundaries of a row's splits: 0 ... seq_len.
+std::vector<int64_t> split_plan(int64_t seq_len, std::optional<int64_t> num_kv_splits) {
+  const int n = mla::num_splits(seq_len, static_cast<int>(num_kv_splits.value_or(0)));
+  std::vector<int64_t> bounds{0};
+  for (int i = 1; i <= n; ++i) bounds.push_back(mla::split_begin(seq_len, n, i));
+  return bounds;
+}
+
 std::string build_key() { return MLA_BUILD_KEY; }
 std::string compiled_targets() { return "cpu"; }
 std::string cpu_isa() { return mla::cpu::isa(); }
@@ -106,6 +116,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CPU, m) { m.impl("mla_decode_out", TORCH_
 STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CompositeExplicitAutograd, m) {
   m.impl("build_key", TORCH_BOX(&build_key));
   m.impl("compiled_targets", TORCH_BOX(&compiled_targets));
+  m.impl("split_plan", TORCH_BOX(&split_plan));
   m.impl("cpu_workspace_size", TORCH_BOX(&cpu_workspace_size));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("available_cpu_isas", TORCH_BOX(&available_cpu_isas));
