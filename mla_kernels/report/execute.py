@@ -28,6 +28,15 @@ __all__ = ["Outcome", "Progress", "execute"]
 # After `stop`, the worker saves the partial notebook; this is far more than that takes.
 GRACE_SECONDS = 20.0
 
+# Optional parts of the worker's packages that take seconds to import and that it does not use: papermill's Hadoop
+# storage, jsonschema's checker of IRIs.
+WORKER = """
+import sys
+sys.modules.update(rfc3987_syntax=None, pyarrow=None)
+from mla_kernels.report.worker import main
+sys.exit(main())
+"""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -93,7 +102,7 @@ def execute(
     start = time.monotonic()
     with raw.open("wb") as raw_file:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "mla_kernels.report.worker"],
+            [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE, stdout=raw_file, stderr=raw_file, pass_fds=(write_end,), start_new_session=True,
             env={**os.environ, "PYTHONPATH": _python_path()},
         )  # fmt: skip
@@ -123,7 +132,7 @@ def execute(
     if raw.exists() and not raw.stat().st_size:
         raw.unlink()
     return Outcome(
-        notebook.name, finished=not reason, reason=reason, cell=watch.progress if reason else None,
+        notebook.name, finished=not reason, reason=reason, cell=None if watch.ran else watch.progress,
         seconds=round(seconds, 3), interrupted=interrupted,
     )  # fmt: skip
 

@@ -24,7 +24,17 @@ from mla_kernels.report.errors import ReportError
 from mla_kernels.report.files import file_hash
 from mla_kernels.report.values import library_of, plain_scalar
 
-__all__ = ["Notebook", "choose", "convert", "describe", "load_profile", "nearest", "notebooks_in", "settle"]
+__all__ = [
+    "Notebook",
+    "check_profile",
+    "choose",
+    "convert",
+    "describe",
+    "load_profile",
+    "nearest",
+    "notebooks_in",
+    "settle",
+]
 
 # Set by the runner, not by people.
 RUNNER_PARAMETERS = ("report_dir",)
@@ -163,6 +173,15 @@ def load_profile(profile: str, folder: Path) -> dict[str, dict[str, Any]]:
     return {notebook: entry or {} for notebook, entry in loaded.items()}
 
 
+def check_profile(profile: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse a profile with entries for notebooks that are not there."""
+    for name in profile:
+        if name not in known:
+            raise ReportError(
+                f"profile: it has an entry for {name!r}, which is no notebook here; {nearest(name, known)}"
+            )
+
+
 def settle(
     notebooks: Sequence[Notebook],
     profile: Mapping[str, Mapping[str, Any]],
@@ -182,11 +201,7 @@ def settle(
     """
     names = [n.name for n in notebooks]
     known = list(dict.fromkeys([*names, *(n.name for n in (notebooks_in(folder) if folder else []))]))
-    for name in profile:
-        if name not in known:
-            raise ReportError(
-                f"profile: it sets parameters of {name!r}, which is not a notebook here; {nearest(name, known)}"
-            )
+    check_profile(profile, known)
     layers: dict[str, list[tuple[str, Mapping[str, Any]]]] = {
         n.name: [("default", n.defaults), ("profile", profile.get(n.name, {}))] for n in notebooks
     }

@@ -22,7 +22,7 @@ from typing import Any
 from mla_kernels.report.errors import ReportError
 from mla_kernels.report.execute import Outcome, Progress, execute
 from mla_kernels.report.files import file_hash, folder_lock, relative_name, repository_root, write_json
-from mla_kernels.report.parameters import Notebook, choose, load_profile, settle
+from mla_kernels.report.parameters import Notebook, check_profile, choose, load_profile, notebooks_in, settle
 from mla_kernels.report.provenance import environment, gpu_profile, seeds_of
 
 __all__ = ["FINISHED", "Plan", "ReportRun", "Reporter", "plan_run", "run_report", "state_of"]
@@ -93,6 +93,8 @@ def plan_run(
     # A notebook outside of the checkout may come without profiles beside it.
     outside = profile == "auto" and bool(notebooks) and all(name.endswith(".ipynb") for name in notebooks)
     listed = {} if outside and not (folder / "params" / f"{found}.yaml").is_file() else load_profile(found, folder)
+    if not notebooks:
+        check_profile(listed, [n.name for n in notebooks_in(folder)])
     chosen = choose(list(notebooks) or list(listed), folder)
     if not chosen:
         raise ReportError(f"NOTEBOOK: profile {found!r} lists no notebook: name one")

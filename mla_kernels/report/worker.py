@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Contributors to mla-kernels
-"""The process that runs one notebook with papermill: `python -m mla_kernels.report.worker`, started by `execute`.
+"""The process that runs one notebook with papermill; `execute` starts it.
 
 It reads a job (one line of JSON) from stdin and writes events (lines of JSON) to the descriptor named in the job.
 stdin stays open: a second line `stop: REASON` ends the kernel and keeps the partial notebook; the end of stdin means
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import nbformat
 import papermill
 from jupyter_client.manager import AsyncKernelManager
-from nbclient.exceptions import DeadKernelError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 
@@ -39,6 +39,7 @@ class State:
     events: TextIO
     cell: Any = None  # the cell that runs, or ran last
     exit_code: int | None = None  # of a kernel that died
+    error = ""  # that ended a cell
     stop_reason = ""
     done = False
 
@@ -63,13 +64,13 @@ class ReportEngine(NBClientEngine):
 
     @classmethod
     def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
-        start, number, heading = nb_man.cell_start, 0, ""
+        start, mark, number, heading = nb_man.cell_start, nb_man.cell_exception, 0, ""
 
         def cell_start(cell: Any, cell_index: int | None = None, **more: Any) -> None:
             nonlocal number, heading
             if cell.cell_type == "code" and "injected-parameters" not in cell.metadata.get("tags", []):
                 number += 1
-            if cell.cell_type == "markdown" and cell.source.lstrip().startswith("#"):
+            if cell.cell_type == "markdown" and cell.source.lstrip().startswith("##"):
                 heading = cell.source.lstrip().splitlines()[0].lstrip("# ")
             if cell.cell_type == "code":
                 State.cell = cell
@@ -77,7 +78,12 @@ class ReportEngine(NBClientEngine):
                 emit(event="cell", index=cell_index, of=len(nb_man.nb.cells), number=number, line=line, heading=heading)
             start(cell, cell_index, **more)
 
-        nb_man.cell_start = cell_start
+        def cell_exception(cell: Any, cell_index: int | None = None, **more: Any) -> None:
+            if isinstance(error := more.get("exception"), CellExecutionError):
+                State.error = f"{error.ename}: {error.evalue}".strip().removesuffix(":")
+            mark(cell, cell_index, **more)
+
+        nb_man.cell_start, nb_man.cell_exception = cell_start, cell_exception
         kwargs.pop("log_output", None)
         try:
             return super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
@@ -145,8 +151,7 @@ def _run(job: dict[str, Any]) -> None:
         kernel_manager_class=WatchedManager,
     )
     if any(cell.metadata.get("papermill", {}).get("exception") for cell in notebook.cells):
-        # papermill lets sys.exit(0) pass.
-        emit(event="failed", reason="the notebook stopped itself (SystemExit)")
+        emit(event="failed", reason=State.error or "a cell failed")  # papermill lets sys.exit(0) pass
     else:
         emit(event="ran")
 
@@ -182,7 +187,7 @@ def main() -> int:
         try:
             _run(job)
         except PapermillExecutionError as error:
-            emit(event="failed", reason=f"{error.ename}: {error.evalue}".strip().removesuffix(":"))
+            emit(event="failed", reason=State.error or f"{error.ename}: {error.evalue}")
         except Exception as error:
             dead = isinstance(error, DeadKernelError) or State.stop_reason or State.exit_code is not None
             reason = State.stop_reason or (_died() if dead else f"{type(error).__name__}: {error}")
@@ -190,7 +195,3 @@ def main() -> int:
             emit(event="failed", reason=reason)
     State.done = True
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
