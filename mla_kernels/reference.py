@@ -89,6 +89,8 @@ class Rounding:
 
     `p_format` element of P before P V, `p_scale` the factor on P before rounding (a power of two), `row_sum` which sum
     divides the output (of the "rounded" P that the product sees, or of the "unrounded"), `block_n` tokens a tile,
+    `running_max` the maximum that logits are taken relative to ("exact", or raised to the next "power_of_two" of its
+    exp, so that a new maximum scales P by a power of two and rounds it alike in every tile and split),
     `pv_accumulator` and `qk_accumulator` the accumulator models, `out_format` element of the output.
     """
 
@@ -96,6 +98,7 @@ class Rounding:
     p_scale: float = 1.0
     row_sum: Literal["rounded", "unrounded"] = "rounded"
     block_n: int = 64
+    running_max: Literal["exact", "power_of_two"] = "exact"
     pv_accumulator: Accumulator | None = None
     qk_accumulator: Accumulator | None = None
     out_format: str | None = None
@@ -108,6 +111,8 @@ class Rounding:
             raise ValueError(f"p_scale: expected a power of two, got {self.p_scale}")
         if self.row_sum not in ("rounded", "unrounded"):
             raise ValueError(f"row_sum: expected 'rounded' or 'unrounded', got {self.row_sum!r}")
+        if self.running_max not in ("exact", "power_of_two"):
+            raise ValueError(f"running_max: expected 'exact' or 'power_of_two', got {self.running_max!r}")
         if self.block_n < 1:
             raise ValueError(f"block_n: expected a positive integer, got {self.block_n}")
 
@@ -239,6 +244,8 @@ def _rows(
     bounds = [(begin // block, -(-end // block)) for begin, end in split_bounds(length, splits, block)]
     for begin, end in bounds:
         running[:, begin:end] = running[:, begin:end].cummax(-1).values
+    if rounding.running_max == "power_of_two":
+        running = (running / math.log(2.0)).ceil() * math.log(2.0)
     top = running.amax(-1, keepdim=True)
     empty = running == -math.inf
     weight = (running - top.masked_fill(top == -math.inf, 0.0)).exp_()  # [r, tiles], 0 where no key was seen yet
@@ -314,6 +321,18 @@ def tensor_core_matmul(a: torch.Tensor, b: torch.Tensor, accumulator: Accumulato
     reads. Leading dimensions of both must be equal.
     """
     lead, (r, k), c = a.shape[:-2], a.shape[-2:], b.shape[-1]
+    every = accumulator.promote_every
+    if every is not None and every < k:  # accumulators that are cleared do not see each other: all at once
+        chunks = -(-k // every)
+        pad = chunks * every - k
+        a = torch.nn.functional.pad(a, (0, pad)).unflatten(-1, (chunks, every)).movedim(-2, -3)
+        b = torch.nn.functional.pad(b, (0, 0, 0, pad)).unflatten(-2, (chunks, every))
+        group = max(1, _SUMS // max(1, lead.numel() * r * c))
+        wide = torch.zeros(*lead, r, c, dtype=torch.float64, device=a.device)
+        for i in range(0, chunks, group):
+            some = slice(i, i + group)
+            wide += tensor_core_matmul(a[..., some, :, :], b[..., some, :, :], accumulator).sum(-3)
+        return wide
     x, y = _Operand(a.reshape(-1, r, k), accumulator), _Operand(b.reshape(-1, k, c), accumulator)
     narrow = x.narrow and y.narrow
     x, y = x.like(narrow), y.like(narrow)
@@ -334,6 +353,8 @@ def tensor_core_matmul(a: torch.Tensor, b: torch.Tensor, accumulator: Accumulato
 
 
 _PRODUCTS = 1 << 19  # products held at once by the accumulator model: 2 MB an array, inside the cache
+_SUMS = 1 << 21  # promoted sums held at once, float64
+_NARROW_BITS = 16  # 33 addends of up to 2^(bits + 2) units are exact in fp32 up to here
 
 
 class _Operand:
@@ -343,7 +364,7 @@ class _Operand:
         single = x.to(torch.float32)
         bits = single.view(torch.int32)
         few = bool(((bits & 0xFFF) == 0).all()) and bool((single.to(x.dtype) == x).all())  # 12 significant bits
-        self.narrow = few and spec.fraction_bits <= 16
+        self.narrow = few and spec.fraction_bits <= _NARROW_BITS
         self.value = single if self.narrow else x.to(torch.float64)
         self.spec = spec
         self.exponent = self._exponents() if spec.truncate == "addends" else None
