@@ -95,7 +95,7 @@ class Page:
         _close(fig)
         encoded = base64.b64encode(image.getvalue()).decode()
         _show(
-            f'<figure class="mla-figure" id="{name}"><img alt="{escape(alt)}" width="{width}" height="{height}" '
+            f'<figure class="mla-figure" id="fig-{name}"><img alt="{escape(alt)}" width="{width}" height="{height}" '
             f'style="max-width:100%;height:auto" src="data:image/png;base64,{encoded}">'
             f"<figcaption>{escape(caption)} {self._link(f'{place}.csv', 'Numbers (CSV)')}</figcaption></figure>",
             f"[figure {name}] {caption}\n{alt}",
@@ -131,7 +131,7 @@ class Page:
             )
         more = "" if len(frame) <= SHOWN_ROWS else f" The first {SHOWN_ROWS} of {len(frame)} rows."
         _show(
-            f'<p class="mla-caption" id="{name}">{escape(caption)}{more} {self._link(place, "Numbers (CSV)")}</p>'
+            f'<p class="mla-caption" id="table-{name}">{escape(caption)}{more} {self._link(place, "Numbers (CSV)")}</p>'
             f'<div class="mla-table" tabindex="0" role="region" aria-label="{escape(caption)}">'
             + _table_html(frame.head(SHOWN_ROWS), headings, digits)
             + "</div>",

@@ -64,12 +64,12 @@ def _style() -> str:
 
 
 class _Renderer(IPythonRenderer):
-    """Headings with plain ids, formulas as MathML, and the title left to the page's header."""
+    """Formulas as MathML; the title is left to the page's header, ids to `_contents`."""
 
     def heading(self, text: str, level: int, **attributes: Any) -> str:
         if level == 1:
             return ""
-        return f'<h{level} id="{_slug(text)}">{text}</h{level}>\n'
+        return f"<h{level}>{text}</h{level}>\n"
 
     def block_math(self, body: str) -> str:
         return _mathml(body, "block")
@@ -91,7 +91,7 @@ def _mathml(tex: str, display: str) -> str:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^\w]+", "-", re.sub(r"<[^>]+>", "", text).lower()).strip("-") or "section"
+    return re.sub(r"\W+", "-", text.lower()).strip("-") or "section"
 
 
 def _markdown(source: str) -> str:
@@ -148,7 +148,6 @@ def render_notebook(
         "machine": machine,
         "commit": commit,
         "log": log if (folder / log).exists() else "",
-        "sections": _sections(notebook),
         "parameters": [
             {"name": key, "value": _value_text(value), "description": descriptions.get(key, "")}
             for key, value in parameters.items()
@@ -180,28 +179,16 @@ def _readable(output: Any) -> None:
         output.text = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]", "\ufffd", output.text)
 
 
-def _sections(notebook: Any) -> list[dict[str, str]]:
-    found = []
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for heading in BeautifulSoup(_markdown(cell.source), "html.parser").find_all("h2"):
-                found.append({"id": str(heading.get("id", "")), "text": heading.decode_contents()})
-    return found
-
-
 def _finish_html(html: str, folder: Path) -> str:
-    """Tables scroll in their own box; links lead somewhere inside of the report, or are no links."""
+    """Ids are unique; tables scroll in their own box; links lead somewhere inside of the report, or are no links."""
     soup = BeautifulSoup(html, "html.parser")
+    _contents(soup)
     for table in soup.find_all("table"):
         if not any("mla-table" in (parent.get("class") or []) for parent in table.parents):
-            table.wrap(
-                soup.new_tag(
-                    "div", attrs={"class": "mla-table", "tabindex": "0", "role": "region", "aria-label": "Table"}
-                )
-            )
-    for element in soup.find_all(style=True):
-        if element.name in ("table", "th", "td", "tr"):
-            del element["style"]
+            box = {"class": "mla-table", "tabindex": "0", "role": "region", "aria-label": "Table"}
+            table.wrap(soup.new_tag("div", attrs=box))
+    for element in soup.find_all(["table", "th", "td", "tr"], style=True):
+        del element["style"]
     for link in soup.select("main a[href]"):
         target = str(link["href"])
         if re.match(r"[a-z][a-z0-9+.-]*:|#", target):
@@ -214,6 +201,27 @@ def _finish_html(html: str, folder: Path) -> str:
         else:
             link.unwrap()
     return str(soup)
+
+
+def _contents(soup: BeautifulSoup) -> None:
+    """Give headings their own ids and list those of the second level at the top, if there are several."""
+    taken = {str(element["id"]) for element in soup.find_all(id=True) if element.name not in ("h2", "h3", "h4")}
+    for heading in soup.select("main h2, main h3, main h4"):
+        wanted = base = _slug(heading.get_text())
+        number = 1
+        while wanted in taken:
+            number += 1
+            wanted = f"{base}-{number}"
+        taken.add(wanted)
+        heading["id"] = wanted
+    slot = soup.find(id="toc")
+    headings = soup.select("main h2")
+    if slot is None or len(headings) < 3:
+        if slot is not None:
+            slot.decompose()
+        return
+    items = "".join(f'<li><a href="#{heading["id"]}">{heading.decode_contents()}</a></li>' for heading in headings)
+    slot.append(BeautifulSoup(f'<ul class="toc">{items}</ul>', "html.parser"))
 
 
 def _value_text(value: Any) -> str:

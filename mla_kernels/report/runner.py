@@ -90,9 +90,9 @@ def plan_run(
     root = root or repository_root()
     folder = root / "notebooks"
     found = (gpu_profile() or "cpu") if profile == "auto" else profile
-    # A notebook outside of the checkout may come without profiles beside it.
-    outside = profile == "auto" and bool(notebooks) and all(name.endswith(".ipynb") for name in notebooks)
-    listed = {} if outside and not (folder / "params" / f"{found}.yaml").is_file() else load_profile(found, folder)
+    # Notebooks that are named run with their own defaults where there is no profile for this machine.
+    optional = profile == "auto" and bool(notebooks)
+    listed = {} if optional and not (folder / "params" / f"{found}.yaml").is_file() else load_profile(found, folder)
     if not notebooks:
         check_profile(listed, [n.name for n in notebooks_in(folder)])
     chosen = choose(list(notebooks) or list(listed), folder)
