@@ -27,7 +27,8 @@ def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[dict[str, torch.T
     token, dim = torch.arange(sum(LENGTHS))[:, None], torch.arange(576)[None]
     kv = ((token * 7 + dim * 3) % 9 - 4).double()  # whole numbers from -4 to 4
     kv[:, 512:] = 0
-    kv[:, 517] = -((token[:, 0] * 5) % 8).double()  # exponents 0 to -7 from the rope part, in a scattered order
+    kv[:, 517] = -1 - ((token[:, 0] * 5) % 8).double()  # exponents -1 to -8 from the rope part, in a scattered order
+    kv[66, 517] = 0  # the largest in the second tile, so that the first one's sums are rescaled
     q = torch.zeros(HEADS, 576, dtype=torch.float64)
     q[:, 517] = 1
     q[1, 0] = 1  # and 4 to -4 from the latent part, in one head

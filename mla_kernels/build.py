@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 BUILD_TIMEOUT = 3600.0  # seconds; one instantiation of the Blackwell MLA kernel takes 61 s on two cores
+EDITS = 5  # how often a build starts over because its sources changed under it
 TAIL_LINES, ERROR_LINES, LINE_LENGTH = 20, 5, 300
 
 # Variables that would change what is run or printed; the build does not see them.
@@ -118,10 +119,15 @@ def build(
     if not force and (found := _from_cache(root, asked)):
         return found
     with _store.lock(root, _say) as held:
-        if not force and (found := _from_cache(root, asked, quiet=True)):
-            return found
-        used = jobs or toolchain.choose_jobs(any(toolchain.TARGETS[name] for name in asked.targets))
-        return _compile(root, asked, held, used, build_timeout)
+        for _ in range(EDITS):
+            if not force and (found := _from_cache(root, asked, quiet=True)):
+                return found
+            used = jobs or toolchain.choose_jobs(any(toolchain.TARGETS[name] for name in asked.targets))
+            if built := _compile(root, asked, held, used, build_timeout):
+                return built
+            _say("the sources were edited while they were compiled; starting over")
+            asked = plan(targets, fast_math=fast_math, source_dir=source_dir, compiler=compiler)
+    raise BuildError(f"{asked.paths['source']} was edited while it was compiled, {EDITS} times; build when it rests")
 
 
 def _as_built(entry: dict[str, Any], targets: tuple[str, ...], rebuilt: bool) -> Built:
@@ -150,7 +156,8 @@ def _work_parent(root: Path) -> Path:
     )
 
 
-def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeout: float) -> Built:
+def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeout: float) -> Built | None:
+    """Compile and store; None if the sources did not stay as they were for their key."""
     start = time.monotonic()
     with _store.explained(root, "cannot set up the build"):
         work = held.private_folder(_work_parent(root))
@@ -175,17 +182,15 @@ def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeou
                 code = _supervised(command, log, environment, build_timeout - (time.monotonic() - start))
             if code != 0:
                 after = f"after {time.monotonic() - start:.1f} s"
-                how = (
-                    f"was ended by build_timeout={build_timeout:g} {after}"
-                    if code is None
-                    else f"exit code {code} {after}"
-                )
+                how = f"exit code {code} {after}"
+                if code is None:
+                    how = f"was ended by build_timeout={build_timeout:g} {after}"
                 raise BuildError(_failure(f"{step} {names} failed: {how}", root, log_path, jobs, links))
     library = work / "lib" / "libmla_kernels.so"
     if not library.is_file():
         raise BuildError(_failure(f"compiling {names} made no libmla_kernels.so", root, log_path, jobs, links))
     if source_digest(Path(asked.paths["source"])) != asked.identity["sources"]:
-        raise BuildError("the sources were edited while they were compiled, so the result is thrown away; build again")
+        return None
     architectures = _checked_architectures(library, asked.targets)
     seconds = round(time.monotonic() - start, 3)
     recorded = {"jobs": jobs, "architectures": architectures, "notes": asked.notes, "recovered": held.recovered}
@@ -330,10 +335,33 @@ def _activate(built: Built) -> None:
 
     from mla_kernels import ops  # noqa: F401  (defines the schemas that the library implements)
 
+    path = _open(built)
+    try:
+        start = time.monotonic()
+        key = torch.ops.mla_kernels.build_key()
+        faults = [f"it answers with key {key}"] if key != built.key else _self_test(built.targets)
+        built.info["self_test_seconds"] = round(time.monotonic() - start, 4)
+    except Exception as error:
+        faults = [f"{type(error).__name__}: {error}"]
+    if not faults:
+        return
+    if not _close(path):  # it stays registered, in front of the one from before
+        if _process.built is not None:
+            _open(_process.built)
+        else:
+            faults.insert(0, "it could not be unloaded and still answers in this process: restart this process")
+    raise BuildError(
+        f"{printable(str(built.path))} fails its self-test and is not used; build it with force=True, or report it:\n  "
+        + "\n  ".join(faults[:ERROR_LINES])
+    )
+
+
+def _open(built: Built) -> str:
+    """Load the library, so that its kernels are the newest; the path it was loaded from."""
+    import torch
+
     path = built.path
-    if (
-        str(path) in _process.opened
-    ):  # the loader would hand out the old copy, which registered itself before the newest
+    if str(path) in _process.opened:  # the loader would hand out the old copy, registered before the newest
         path = path.with_name(f".again-{os.getpid()}-{os.urandom(4).hex()}.so")
         shutil.copyfile(built.path, path)
     try:
@@ -345,33 +373,29 @@ def _activate(built: Built) -> None:
         if path != built.path:
             path.unlink()
     _process.opened.add(str(path))
+    return str(path)
+
+
+def _close(path: str) -> bool:
+    """Unload a library, by closing both handles on it, torch's and this one; whether it is gone, with its kernels."""
     try:
-        start = time.monotonic()
-        key = torch.ops.mla_kernels.build_key()
-        faults = [f"it answers with key {key}"] if key != built.key else _self_test(built.targets)
-        built.info["self_test_seconds"] = round(time.monotonic() - start, 4)
-    except Exception as error:
-        faults = [f"{type(error).__name__}: {error}"]
-    if faults:
-        _unload(str(path))
-        _process.opened.discard(str(path))
-        raise BuildError(
-            f"{printable(str(built.path))} fails its self-test and is not used; build again with force=True, or report "
-            "it:\n  " + "\n  ".join(faults[:ERROR_LINES])
-        )
+        handle = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)._handle
+    except OSError:  # a copy whose file is deleted
+        return False
+    _ctypes.dlclose(handle)
+    _ctypes.dlclose(handle)
+    try:
+        ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError:
+        _process.opened.discard(path)
+        return True
+    return False
 
 
 def _self_test(targets: Sequence[str]) -> list[str]:
     from mla_kernels import _selftest
 
     return _selftest.self_test(targets, toolchain.DEVICE_TARGETS)
-
-
-def _unload(path: str) -> None:
-    """Close both handles on a library, torch's and this one: its registrations go with it."""
-    handle = ctypes.CDLL(path)._handle
-    _ctypes.dlclose(handle)
-    _ctypes.dlclose(handle)
 
 
 _OVERRIDE = re.compile(rb"^[^\n]*Warning only once for all operators.*?new kernel:[^\n]*\n", re.S | re.M)

@@ -147,3 +147,76 @@ class Site:
 
     def left_over(self) -> list[Path]:
         return [*self.cache.glob("building-*"), *self.cache.rglob(".incoming-*")]
+
+
+# First 48 bytes of image headers that nvcc 13.0 wrote into .nv_fatbin, and what cuobjdump 13.5 calls those images.
+FATBIN_IMAGES = {
+    "sm_80": "0200010140000000280c0000000000000000000000000000080001005000000000000000000000001100000000000000",
+    "sm_90": "020001014000000008060000000000000000000000000000080001005a00000000000000000000001100000000000000",
+    "sm_90a": "020001014000000008060000000000000000000000000000080001005a00000000000000000000001100100000000000",
+    "compute_90": "01000101500000000001000000000000fb00000040000000000009005a00000000000000000000001180000000000000",
+    "compute_90a": "01000101500000000001000000000000fc00000040000000000009005a00000000000000000000001180100000000000",
+    "sm_100a": "020001016000000060060000000000000000000040000000080001006400000000000000000000001100100100000000",
+    "sm_100f": "020001016000000060060000000000000000000040000000080001006400000000000000000000001100200100000000",
+}
+
+
+def fatbin(*images: str) -> bytes:
+    """Contents of a .nv_fatbin section with these images, one fat binary each; the code itself is zeros."""
+    section = b""
+    for name in images:
+        header = bytes.fromhex(FATBIN_IMAGES[name])
+        header_size, payload = int.from_bytes(header[4:8], "little"), int.from_bytes(header[8:16], "little")
+        image = header.ljust(header_size, b"\0") + bytes(payload)
+        section += bytes.fromhex("50ed55ba01001000") + len(image).to_bytes(8, "little") + image + bytes(8)
+    return section
+
+
+def fatbin_source(*images: str) -> str:
+    """C++ that puts such a section into a library."""
+    numbers = ",".join(map(str, fatbin(*images)))
+    return f'extern "C" __attribute__((used, section(".nv_fatbin"))) const unsigned char fatbin[] = {{{numbers}}};\n'
+
+
+# torch's stable C interface, declared here: its C++ headers take seconds to compile.
+TORCH_PROBE = """\
+#include <cstdint>
+#include <cstdio>
+#include "value.h"
+extern "C" {
+using Boxed = void (*)(uint64_t* stack, uint64_t inputs, uint64_t outputs);
+int aoti_torch_library_init_impl(const char* ns, const char* key, const char* file, uint32_t line, void** library);
+int torch_library_impl(void* library, const char* name, Boxed function, uint64_t version);
+int aoti_torch_delete_library_object(void* library);
+int torch_new_string_handle(const char* data, size_t length, uint64_t* handle);
+}
+// An inline variable is one object in a process unless its symbol is hidden: a second build must not see this one.
+inline int inline_value = VALUE;
+static void build_key(uint64_t* stack, uint64_t, uint64_t) { torch_new_string_handle(KEY, sizeof(KEY) - 1, stack); }
+static void value(uint64_t* stack, uint64_t, uint64_t) {
+  char text[32];
+  torch_new_string_handle(text, snprintf(text, sizeof text, "%d %d", VALUE, inline_value), stack);
+}
+static void decode(uint64_t*, uint64_t, uint64_t) {}
+struct Registered {
+  void* library;
+  Registered(const char* dispatch_key) { aoti_torch_library_init_impl("mla_kernels", dispatch_key, "", 0, &library); }
+  ~Registered() { aoti_torch_delete_library_object(library); }
+  Registered& add(const char* name, Boxed function) {
+    torch_library_impl(library, name, function, 0x020a000000000000);
+    return *this;
+  }
+};
+static Registered plain = Registered("CompositeExplicitAutograd");
+static Registered cpu = Registered("CPU");
+static Registered& all = (cpu.add("mla_decode_out", decode), plain.add("build_key", build_key).add("cpu_isa", value));
+"""
+
+
+def write_torch_tree(folder: Path) -> Path:
+    """A stand-in with torch operators: build_key, cpu_isa (gives VALUE, twice), and a decode that writes nothing."""
+    write_tree(folder)
+    (folder / "cpu/probe.cpp").write_text(TORCH_PROBE)
+    with open(folder / "CMakeLists.txt", "a") as file:
+        file.write('target_link_libraries(mla_kernels PRIVATE "${MLA_TORCH_DIR}/lib/libtorch_cpu.so")\n')
+    return folder

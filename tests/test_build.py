@@ -176,11 +176,18 @@ def test_linked_folders_of_sources_are_in_the_key(site: Site) -> None:
     assert site.plan().key != before
 
 
-def test_sources_edited_while_compiling_are_thrown_away(tmp_path: Path) -> None:
-    site = Site(tmp_path, f"echo '#define VALUE 5' > {shlex.quote(str(tmp_path / 'csrc/include/value.h'))}")
-    with pytest.raises(BuildError, match=r"edited while they were compiled"):
-        site.build()
-    assert value_of(site.build().path) == 5
+def test_sources_edited_while_compiling(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    header = shlex.quote(str(tmp_path / "csrc/include/value.h"))
+    site = Site(tmp_path, f"echo '#define VALUE 5' > {header}")
+    built = site.build()
+    assert value_of(built.path) == 5
+    assert built.key == site.plan().key  # of the sources that are in it
+    assert calls(site.compiler) == 2
+    assert "starting over" in capfd.readouterr().err
+    stub_compiler(site.compiler, f"echo '#define VALUE 6 //' $$ > {header}")
+    with pytest.raises(BuildError, match="was edited while it was compiled, 5 times; build when it rests"):
+        site.build(force=True)
+    assert site.left_over() == []
 
 
 @pytest.mark.parametrize("damage", ["cut short", "one byte", "gone", "manifest cut", "manifest of another key"])
@@ -198,7 +205,7 @@ def test_damaged_entry_is_built_again(site: Site, damage: str, capfd: pytest.Cap
         manifest.write_text(manifest.read_text()[:50])
     else:
         manifest.write_text(manifest.read_text().replace(built.key, "0" * 16))
-    with pytest.raises(BuildError, match="is not loaded: .*Build it again"):
+    with pytest.raises(BuildError, match=r"is not loaded: .*Build it again"):
         build.load(built)
     capfd.readouterr()
     again = site.build()
@@ -390,7 +397,7 @@ def test_odd_paths_in_messages_are_the_real_ones(tmp_path: Path) -> None:
 
 
 def test_dry_run_shows_one_argument_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Source, compiler, torch, CUTLASS, nvcc, CMake and Ninja under odd folders: each is one argument, by a plain link."""
+    """Source, compiler, torch, CUTLASS, nvcc, CMake and Ninja under odd folders: one argument each, by a link."""
     site = odd_site(tmp_path)
     odd = tmp_path / ODD
     (site.tree / "sm90a").mkdir()
