@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -32,6 +33,15 @@ from mla_kernels.reference import (
 )
 
 SM_SCALE = 192**-0.5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors here are small: one thread is faster, and keeps test processes side by side out of each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
