@@ -339,7 +339,7 @@ LIBRARY: dict[str, str | re.Pattern[str] | None] = {
     "shape of lse": "lse: expected shape [4, 1, 3], got [4, 1, 2]; allocate it so",
     "two scales": "kv_scale: expected one element, got [2]; one scale serves the whole tensor",
     "129 splits": "num_kv_splits: expected 1 to 128, or None for the automatic plan, got 129; a row never gets more",
-    "sm_scale": "sm_scale: expected a finite number, got nan; usually",
+    "sm_scale": "sm_scale: expected a finite number, got nan; usually (192) ** -0.5",
     "kv_scale 0.0": "kv_scale: expected a finite number above 0 in fp32, got 0; real = stored * scale",
     "q_scale inf": "q_scale: expected a finite number above 0 in fp32, got inf; real = stored * scale",
 }
