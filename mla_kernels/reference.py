@@ -30,7 +30,7 @@ from typing import Literal
 
 import torch
 
-from mla_kernels.formats import D_V, ELEMENTS, round_to
+from mla_kernels.formats import D_V, ELEMENTS, decode_element, round_to
 
 __all__ = [
     "EXACT",
@@ -207,7 +207,7 @@ def attention(
     for i, length in enumerate(lens):
         if length == 0:
             continue
-        rows = q[i].reshape(s_q * h_q, d).to(torch.float64)
+        rows = _real(q[i].reshape(s_q * h_q, d))
         visible = length - s_q + token + 1
         step = max(1, _ROW_TOKENS // length)  # rows at a time, to bound memory
         for r in range(0, s_q * h_q, step):
@@ -224,6 +224,11 @@ _ROW_TOKENS = 1 << 22  # logits held at once
 _TOKENS = 1 << 13  # tokens widened to float64 at once
 
 
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """float64 values; e4m3 by table, which is ten times faster than torch's cast on a CPU."""
+    return decode_element(x.view(torch.uint8), "e4m3") if x.dtype == torch.float8_e4m3fn else x.to(torch.float64)
+
+
 def _rows(
     q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float, rounding: Rounding, splits: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +237,7 @@ def _rows(
     tiles = -(-length // block)
     logits = torch.full((q.shape[0], tiles * block), -math.inf, dtype=torch.float64, device=q.device)
     for t in range(0, length, _TOKENS):
-        k = kv[t : t + _TOKENS].to(torch.float64).T
+        k = _real(kv[t : t + _TOKENS]).T
         s = q @ k if rounding.qk_accumulator is None else tensor_core_matmul(q, k, rounding.qk_accumulator)
         logits[:, t : t + k.shape[1]] = s.mul_(scale)
     if int(visible.min()) < length:
@@ -258,7 +263,7 @@ def _rows(
         out = torch.zeros(q.shape[0], D_V, dtype=torch.float64, device=q.device)
         weighted = p.mul_(weight.unsqueeze(-1)).flatten(1)
         for t in range(0, length, _TOKENS):
-            v = kv[t : t + _TOKENS, :D_V].to(torch.float64)
+            v = _real(kv[t : t + _TOKENS, :D_V])
             out += weighted[:, t : t + v.shape[0]] @ v
     else:
         out = _pv_accumulated(p, kv, weight, running, top, bounds, rounding.pv_accumulator)
@@ -284,8 +289,7 @@ def _pv_accumulated(
     def values(
         first: int, last: int
     ) -> torch.Tensor:  # V of tiles [first, last): [tiles, block, 512], zero past the end
-        v = kv[first * block : min(last * block, length), :D_V]
-        v = v if v.dtype == torch.float64 else v.to(torch.float32)
+        v = _real(kv[first * block : min(last * block, length), :D_V])
         return torch.nn.functional.pad(v, (0, 0, 0, (last - first) * block - v.shape[0])).view(-1, block, D_V)
 
     every = accumulator.promote_every
@@ -298,7 +302,9 @@ def _pv_accumulated(
                 out += torch.einsum("rt,trc->rc", weight[:, first:last], tiles)
         return out
     weights = _Operand(p, accumulator)
-    narrow = weights.narrow and _Operand(kv[:, :D_V], accumulator).narrow
+    narrow = weights.narrow and all(
+        _Operand(_real(kv[t : t + _TOKENS, :D_V]), accumulator).narrow for t in range(0, length, _TOKENS)
+    )
     weights = weights.like(narrow)
     for begin, end in bounds:
         state = _State(accumulator, (r, D_V), narrow, p.device)
