@@ -18,7 +18,9 @@ inline constexpr int kRopeTileBytes = kBlockN * kDimRope;
 inline constexpr int kStageBytes = kNopeTileBytes + kRopeTileBytes;  // 36 KB: 64 tokens
 inline constexpr int kStages = 5;
 inline constexpr int kPBuffers = 2;
-inline constexpr int kWorkSlots = 8;                    // the loader is at most kStages + 1 items ahead of values
+inline constexpr int kWorkAhead = kStages + 2;          // items listed before the one that scores is at: the loader needs
+                                                        // at most kStages, and everybody looks one further
+inline constexpr int kWorkSlots = 16;                   // ring: values may be kPBuffers items behind scores
 inline constexpr int kBlocksM = kDimNope / 2 / kRowsM;  // 4 blocks of 64 dims for each values warpgroup
 inline constexpr int kMinTmaPage = 64;                  // smaller pages are gathered with cp.async
 

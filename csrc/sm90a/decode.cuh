@@ -50,22 +50,22 @@ __device__ __forceinline__ int column_slot(int c) {
 
 // Q K^T of one stage, issued and committed, not waited for.
 __device__ __forceinline__ void issue_scores(float (&s)[32], const uint8_t* q, const uint8_t* kv) {
-  uint64_t q_nope = matrix_descriptor<Swizzle::k128>(q);
-  const uint64_t k_nope = matrix_descriptor<Swizzle::k128>(kv);
-  uint64_t q_rope = matrix_descriptor<Swizzle::k64>(q + kNopeTileBytes);
-  const uint64_t k_rope = matrix_descriptor<Swizzle::k64>(kv + kNopeTileBytes);
-  // Hidden from the optimiser, which would else keep all 18 invariant q descriptors in registers, and spill others.
-  asm volatile("" : "+l"(q_nope), "+l"(q_rope));
+  // The low words of the descriptors (addresses) through a shuffle: that tells the compiler that they are the same in all
+  // lanes. Else it computes all 36 in vector registers and moves them over one by one between the products.
+  const uint64_t q_nope = uniform(matrix_descriptor<Swizzle::k128>(q));
+  const uint64_t k_nope = uniform(matrix_descriptor<Swizzle::k128>(kv));
+  const uint64_t q_rope = uniform(matrix_descriptor<Swizzle::k64>(q + kNopeTileBytes));
+  const uint64_t k_rope = uniform(matrix_descriptor<Swizzle::k64>(kv + kNopeTileBytes));
   fence_registers(s);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < kDimNope / 32; ++k) {
-    const uint64_t offset = ((k >> 2) * (kBlockN * kChunkBytes) + (k & 3) * 32) >> 4;
-    gmma_ss<Gmma<64>::SS>(s, q_nope + offset, k_nope + offset, k == 0 ? ScaleOut::Zero : ScaleOut::One);
+    const uint32_t offset = ((k >> 2) * (kBlockN * kChunkBytes) + (k & 3) * 32) >> 4;
+    gmma_ss<Gmma<64>::SS>(s, advance(q_nope, offset), advance(k_nope, offset), k == 0 ? ScaleOut::Zero : ScaleOut::One);
   }
 #pragma unroll
   for (int k = 0; k < kDimRope / 32; ++k)
-    gmma_ss<Gmma<64>::SS>(s, q_rope + (k * 32 >> 4), k_rope + (k * 32 >> 4), ScaleOut::One);
+    gmma_ss<Gmma<64>::SS>(s, advance(q_rope, k * 32 >> 4), advance(k_rope, k * 32 >> 4), ScaleOut::One);
   cute::warpgroup_commit_batch();
   fence_registers(s);
 }
@@ -161,7 +161,8 @@ __device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& 
 
 template <class T>
 __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::SharedStorage& sm) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0);  // uniform, and the compiler knows it
+  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const bool loads = !T::kTma || warp == 0;
   const bool has_lines = warp * 16 < T::N;
   const float kv_scale = p.kv_scale ? *p.kv_scale : 1.f;
@@ -171,7 +172,6 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
   if (loads) {
     for (int i = 0; i < kStages; ++i) {
       loader.issue(p, sm);
-      if constexpr (!T::kTma) warpgroup_sync(kScoresBarrier);  // the list: see TileLoader
     }
   }
   __syncwarp();
@@ -187,6 +187,7 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
   for (int item = 0;; ++item) {
     const Work w = sm.list.ring[item % kWorkSlots];
     if (w.row < 0) break;
+    if (warp == 0) publish_next(p, sm.list, item + kWorkAhead);
     load_q<T>(p, w, sm);
     copy_async_commit();
     copy_async_wait<0>();
@@ -243,35 +244,39 @@ struct ValueFragment {
 };
 
 // address: of the 16-byte piece of this lane's token (token = lane) and this warp's dims.
-// keep: bytes of tokens that exist, by step and by half of the step; only looked at where `masked`.
-__device__ __forceinline__ void load_values(ValueFragment& f, uint32_t address, bool masked, int valid) {
+__device__ __forceinline__ void load_values(ValueFragment& f, uint32_t address) {
+  load_matrix_x4_trans(f.a[0], address);
+  load_matrix_x4_trans(f.a[1], address + 32 * kChunkBytes);
+}
+
+// Pairs of dims apart. Register 2h of a step holds tokens 16h + 2j, + 1, register 2h + 1 tokens 16h + 8 + 2j, + 1.
+__device__ __forceinline__ void sort_values(ValueFragment& f) {
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    uint32_t r[4];
-    load_matrix_x4_trans(r, address + k * 32 * kChunkBytes);
+  for (int k = 0; k < 2; ++k)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // r[2h]: tokens 16h + 2j, + 1; r[2h + 1]: tokens 16h + 8 + 2j, + 1; each of a pair of dims
-      f.a[k][2 * h] = __byte_perm(r[2 * h], r[2 * h + 1], 0x6420);
-      f.a[k][2 * h + 1] = __byte_perm(r[2 * h], r[2 * h + 1], 0x7531);
+      const uint32_t x = f.a[k][2 * h], y = f.a[k][2 * h + 1];
+      f.a[k][2 * h] = __byte_perm(x, y, 0x6420);
+      f.a[k][2 * h + 1] = __byte_perm(x, y, 0x7531);
     }
-  }
-  if (masked) {  // tokens past the end of the row: whatever lies there (NaN, too) must not meet P = 0
-    const int j = threadIdx.x & 3;
+}
+
+// Tokens past the end of the row: whatever lies there (NaN, too) must not meet P = 0.
+__device__ __forceinline__ void mask_values(ValueFragment& f, int valid) {
+  const int j = threadIdx.x & 3;
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+  for (int k = 0; k < 2; ++k)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int token = k * 32 + h * 16 + 2 * j;
-        uint32_t keep = 0;
-        if (token < valid) keep |= 0x000000FF;
-        if (token + 1 < valid) keep |= 0x0000FF00;
-        if (token + 8 < valid) keep |= 0x00FF0000;
-        if (token + 9 < valid) keep |= 0xFF000000;
-        f.a[k][2 * h] &= keep;
-        f.a[k][2 * h + 1] &= keep;
-      }
-  }
+    for (int h = 0; h < 2; ++h) {
+      const int token = k * 32 + h * 16 + 2 * j;
+      uint32_t keep = 0;
+      if (token < valid) keep |= 0x000000FF;
+      if (token + 1 < valid) keep |= 0x0000FF00;
+      if (token + 8 < valid) keep |= 0x00FF0000;
+      if (token + 9 < valid) keep |= 0xFF000000;
+      f.a[k][2 * h] &= keep;
+      f.a[k][2 * h + 1] &= keep;
+    }
 }
 
 template <class T>
@@ -382,35 +387,35 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
       const int buffer = t & 1;
       const bool masked = valid < kBlockN;
       const uint32_t address = token_address + stage * kStageBytes;
-      ValueFragment f[2];
+      constexpr int kBuffers = T::kTileBuffers;
+      ValueFragment f[kBuffers];
+      const auto block_address = [&](int m) { return (address + (m >> 1) * (kBlockN * kChunkBytes)) ^ ((m & 1) << 6); };
       // P implies V (scores waited for the tokens first), but with TMA the tokens can be fetched before P is there.
       if constexpr (T::kTma)
         barrier_wait(&sm.kv_full[stage], phase);
       else
         barrier_wait(&sm.p_full[buffer], (t >> 1) & 1);
-      load_values(f[0], address, masked, valid);
+      load_values(f[0], address);
       barrier_wait(&sm.p_full[buffer], (t >> 1) & 1);
       float alpha[T::N / 4];
       read_columns<T>(alpha, sm.alpha[buffer]);
       const uint64_t desc = p_desc + (buffer * T::N * kBlockN >> 4);
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m) {
-        float(&now)[T::kAccumulators] = acc[m % T::kTileBuffers];
-        issue_values<T>(now, f[m & 1], desc);
-        if constexpr (T::kTileBuffers == 2) {
-          if (m > 0) cute::warpgroup_wait<1>();
-        }
-        if (m + 1 < kBlocksM)
-          load_values(f[(m + 1) & 1], ((address + ((m + 1) >> 1) * (kBlockN * kChunkBytes)) ^ (((m + 1) & 1) << 6)), masked,
-                      valid);
-        if constexpr (T::kTileBuffers == 2) {
-          if (m > 0) fold<T>(o[m - 1], acc[(m - 1) % 2], alpha);
+        const int now = m % kBuffers;
+        sort_values(f[now]);
+        if (masked) mask_values(f[now], valid);
+        issue_values<T>(acc[now], f[now], desc);
+        if (m >= kBuffers - 1) {  // fold the block before (or this one), its successor's fragments on their way meanwhile
+          const int done = m - (kBuffers - 1);
+          cute::warpgroup_wait<kBuffers - 1>();
+          if (m + 1 < kBlocksM) load_values(f[(m + 1) % kBuffers], block_address(m + 1));
+          fold<T>(o[done], acc[done % kBuffers], alpha);
         } else {
-          cute::warpgroup_wait<0>();
-          fold<T>(o[m], now, alpha);
+          load_values(f[(m + 1) % kBuffers], block_address(m + 1));
         }
       }
-      if constexpr (T::kTileBuffers == 2) {
+      if constexpr (kBuffers == 2) {
         cute::warpgroup_wait<0>();
         fold<T>(o[kBlocksM - 1], acc[(kBlocksM - 1) % 2], alpha);
       }
@@ -434,8 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   auto& sm = *reinterpret_cast<typename T::SharedStorage*>(shared);
   if (threadIdx.x < 32) {
     start_list(p, sm.list);
-    publish_next(p, sm.list, 0);
-    publish_next(p, sm.list, 1);
+    for (int n = 0; n < kWorkAhead; ++n) publish_next(p, sm.list, n);
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(&sm.kv_full[i], 1);

@@ -33,8 +33,6 @@ class TileLoader {
       if (++tile_ == tile_end_) {
         ++item_;
         take(p, s.list);
-        // The scores warps other than the first see slot item_ + 1 after their next barrier, before they need it.
-        if (row_ >= 0 && threadIdx.x < 32) publish_next(p, s.list, item_ + 1);
       } else if (T::kTma) {
         block_ = lookup(p, tile_);
       }
@@ -59,7 +57,7 @@ class TileLoader {
 
   // A block id outside the cache is outside the tensor map: TMA writes zeros for it and reads nothing.
   __device__ __forceinline__ void issue_tma(const KernelParams& p, typename T::SharedStorage& s) {
-    if ((threadIdx.x & 31) == 0) {
+    if (cute::elect_one_sync()) {
       uint64_t* full = &s.kv_full[stage_];
       const int token = (tile_ * kBlockN) & ((1 << p.d.page_size_log2) - 1);
       const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -106,6 +107,14 @@ __device__ __forceinline__ uint64_t matrix_descriptor(const void* p) {
   constexpr uint64_t atom_bytes = kSwizzle == Swizzle::k128 ? 1024 : 512;
   return (static_cast<uint64_t>(kSwizzle) << 62) | ((atom_bytes >> 4) << 32) | (uint64_t{1} << 16) |
          static_cast<uint64_t>((shared_address(p) & 0x3FFFF) >> 4);
+}
+
+// A descriptor moved on by 16-byte units. Addresses stay below 2^18, so nothing carries out of the low word.
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t units) {
+  return (descriptor & 0xFFFFFFFF00000000u) | (static_cast<uint32_t>(descriptor) + units);
+}
+__device__ __forceinline__ uint64_t uniform(uint64_t descriptor) {
+  return (descriptor & 0xFFFFFFFF00000000u) | __shfl_sync(~0u, static_cast<uint32_t>(descriptor), 0);
 }
 
 template <int N>

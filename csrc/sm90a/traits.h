@@ -57,10 +57,10 @@ struct Traits {
   static constexpr int kAccumulators = N / 2;  // registers of one m64nN fp32 tile
   // With 64 lines O fills 128 registers, so there is room for one tile of PV; else two alternate.
   static constexpr int kTileBuffers = N == 64 ? 1 : 2;
-  // setmaxnreg: 88 + 2 * 208 = 504 = 3 * 168, what a CTA of 384 threads gets at launch.
+  // setmaxnreg: 104 + 2 * 200 = 504 = 3 * 168, what a CTA of 384 threads gets at launch.
   // With fewer lines everybody stays at 168.
-  static constexpr int kScoresRegisters = 88;
-  static constexpr int kValuesRegisters = 208;
+  static constexpr int kScoresRegisters = 104;
+  static constexpr int kValuesRegisters = 200;
   static_assert(kScoresRegisters + 2 * kValuesRegisters <= 504);
 
   struct SharedStorage {

@@ -3,8 +3,9 @@
 //
 // Which work a CTA does. The items of a batch are numbered row by row, in a row split by split, in a split line tile by
 // line tile (neighbours then read the same tokens at the same time). CTA c takes items c, c + gridDim.x, ... Its first
-// warp works the list out from seq_lens, one item ahead of the loader, and leaves it in a ring in shared memory: nothing
-// about lengths is decided on the host.
+// warp works the list out from seq_lens, kWorkAhead items ahead, and leaves it in a ring in shared memory: nothing about
+// lengths is decided on the host. Slot n is written before the scores of item n - kWorkAhead start, so whoever has seen a
+// tile of item n - 1 sees slot n.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,8 @@ __device__ __forceinline__ int row_length(const KernelParams& p, int row) {
 __device__ __forceinline__ void load_rows(const KernelParams& p, WorkList& list, int first_row) {
   const int lane = static_cast<int>(threadIdx.x & 31);
   const int row = first_row + lane;
-  const int len = row < p.d.b ? row_length(p, row) : 0;
+  const int some = row_length(p, row < p.d.b ? row : p.d.b - 1);  // no branch: lanes stay together
+  const int len = row < p.d.b ? some : 0;
   int inclusive = num_splits(len, p.d.num_kv_splits) * p.line_tiles;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -46,12 +48,11 @@ __device__ __forceinline__ void start_list(const KernelParams& p, WorkList& list
 }
 
 // Puts the next item into slot n of the ring, or one with row = -1 after the last. By the first warp.
-// Written at least one tile before anybody looks: who has seen a tile of item n sees slot n + 1.
 __device__ __forceinline__ void publish_next(const KernelParams& p, WorkList& list, int n) {
   const int item = list.item;
   int before = list.before, first_row = list.first_row;
   int total = list.inclusive[31];
-  while (item >= before + total && first_row < p.d.b) {
+  while (__any_sync(~0u, item >= before + total && first_row < p.d.b)) {
     before += total;
     first_row += 32;
     __syncwarp();
@@ -60,7 +61,7 @@ __device__ __forceinline__ void publish_next(const KernelParams& p, WorkList& li
   }
   Work w{};
   w.row = -1;
-  if (first_row < p.d.b) {
+  if (__any_sync(~0u, first_row < p.d.b)) {
     const int at = item - before;
     const int lane = __ffs(__ballot_sync(~0u, list.inclusive[threadIdx.x & 31] > at)) - 1;
     w.row = first_row + lane;

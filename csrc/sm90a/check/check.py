@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Contributors to mla-kernels
-"""Checks and times the Hopper kernel by itself (no operator): check.py LIBRARY correct | tiny | bench PEERS_DIR [bxhxs,...] | profile b h s splits.
+"""Checks and times the Hopper kernel by itself (no operator): check.py LIBRARY correct | tiny | fast | bench PEERS_DIR [bxhxs,...] | profile b h s splits.
 
 LIBRARY comes from check/build.sh. References are float64 on the same e4m3 values: `exact`, and `stage`, which also rounds P
 to e4m3 against the running maximum of 64-token tiles as the kernel does. Exits with 1 if a check fails.
@@ -46,6 +46,7 @@ class Problem:
         self.lens, self.h, self.s_q, self.page, self.splits = list(lens), h, s_q, page, splits
         self.q_scale, self.kv_scale, self.sm_scale = q_scale, kv_scale, 576**-0.5
         self.b = b = len(lens)
+        self.mean = mean
         cap = max(capacity or 0, max(lens), 1)
         self.max_blocks = (cap + page - 1) // page
         need = [(n + page - 1) // page for n in lens]
@@ -113,6 +114,7 @@ class Problem:
     def reference(self, r):
         """(exact out, stage out, lse), float64, of row r."""
         n, lines = self.lens[r], self.s_q * self.h
+        self.top = 0.0
         if n == 0:
             z = torch.zeros(self.s_q, self.h, 512, dtype=torch.float64, device=DEV)
             return z, z, torch.full((self.s_q, self.h), -torch.inf, dtype=torch.float64, device=DEV)
@@ -120,6 +122,7 @@ class Problem:
         kv = self.kv[pages].reshape(-1, 576)[:n].view(E4M3).double()
         q = self.q[r].double().reshape(lines, 576)
         x = q @ kv.T * (self.sm_scale * self.q_scale * self.kv_scale)
+        self.top = float(x.abs().max())
         limit = n - self.s_q + 1 + torch.arange(lines, device=DEV) // self.h
         x = x.masked_fill(torch.arange(n, device=DEV)[None] >= limit[:, None], -torch.inf)
         lse = torch.logsumexp(x, -1)
@@ -159,10 +162,11 @@ def compare(name, pr, lib, rows=6):
     finite = bool(torch.isfinite(out).all())
     pick = sorted(set(torch.linspace(0, pr.b - 1, min(rows, pr.b)).long().tolist()))
     err = ref2 = dot = err_s = 0.0
-    lse_err = 0.0
+    lse_err = top = 0.0
     for r in pick:
         exact, stage, want = pr.reference(r)
         o = out[r].double()
+        top = max(top, pr.top)
         err += float(((o - exact) ** 2).sum())
         err_s += float(((o - stage) ** 2).sum())
         ref2 += float((exact**2).sum())
@@ -174,7 +178,13 @@ def compare(name, pr, lib, rows=6):
     gain = dot / ref2 - 1 if ref2 else 0.0
     # P in e4m3 costs up to 2^-4 a weight: 2.6 % r.m.s. at the most on zero-mean latents; what is left against `stage` is the
     # output's bf16 (0.17 % r.m.s.) and the weights that the tensor core's narrow sum of q.k tips to the other neighbour.
-    good = same and finite and rel < 0.03 and rel_s < 0.01 and abs(gain) < 0.003 and lse_err < 2e-3
+    # That sum takes 18 steps, each cutting at most 2^-13 of the largest running value: 2.2e-3 of the largest logit, in lse and
+    # (as a relative error of weights) in out. The rounding of P is common to all dims of a line, so gain - 1 averages over
+    # lines only: 2 % / sqrt(lines), on top of the 0.3 % that are asked for where latents have a mean.
+    cut = 18 * 2.0**-13 * max(top, 1.0)
+    lines = len(pick) * pr.s_q * pr.h
+    good = (same and finite and rel < 0.03 + 0.02 * cut and rel_s < 0.01 + 0.02 * cut and lse_err < 1e-4 + cut
+            and abs(gain) < 0.003 + (0.0 if pr.mean else 0.04 / lines**0.5))  # fmt: skip
     print(f"{'ok  ' if good else 'FAIL'} {name:44s} rel {rel:9.2e} stage {rel_s:9.2e} gain-1 {gain:+9.2e} lse {lse_err:8.1e}"
           f" same {int(same)} finite {int(finite)}", flush=True)  # fmt: skip
     return good, out, lse
@@ -328,6 +338,15 @@ def main():
             compare("tiny h64", Problem([130, 0, 1000], 64), lib)[0],
             compare("tiny h16 page16", Problem([130, 7], 16, page=16), lib)[0],
             compare("tiny h128 s_q2", Problem([65, 1], 128, s_q=2), lib)[0],
+        ])  # fmt: skip
+    elif what == "fast":
+        good = all([
+            compare("h64", Problem([63, 65, 0, 129, 640, 4096], 64), lib)[0],
+            compare("h16", Problem([63, 65, 0, 129, 640, 4096], 16), lib)[0],
+            compare("h128 s_q2 page128", Problem([2, 1, 700, 1300], 128, s_q=2, page=128), lib)[0],
+            compare("h128 b130 ragged", Problem([(i * 977) % 3001 for i in range(130)], 128), lib)[0],
+            compare("h16 b130 ragged", Problem([(i * 977) % 3001 for i in range(130)], 16), lib)[0],
+            compare("h128 mean 1", Problem([8192] * 4, 128, mean=1.0, splits=1), lib)[0],
         ])  # fmt: skip
     elif what == "bench":
         libs = [(os.path.basename(x).removeprefix("lib").removesuffix(".so"), load_library(x)) for x in path.split(",")]
