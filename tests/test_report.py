@@ -8,6 +8,7 @@ Starting kernels is slow, so most tests look at a few runs that are shared.
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,10 +103,10 @@ def checkout(tmp_path_factory):
         "03_other", "import sys\npage.record('executable', sys.executable, volatile=True)", kernelspec="without-torch"
     )
     for name, (sources, _) in FAILURES.items():
-        child = LEAVES_CHILD.format(path=str(place.folder / f"{name}.pid"))
-        place.notebook(
-            name, *[f"{sources[0]}\n{child}" if i == 0 and name < "13" else s for i, s in enumerate(sources)]
-        )
+        if name in ("11_sigkill", "12_sigsegv"):
+            child = LEAVES_CHILD.format(path=str(place.folder / f"{name}.pid"))
+            sources = [f"{sources[0]}\n{child}", *sources[1:]]
+        place.notebook(name, *sources, finish=name != "19_swallowed")
     place.notebook("20_no_finish", "x = 1", finish=False)
     hang = "import os, time\nopen('hanging', 'w').write(str(os.getpid()))\ntime.sleep(600)"
     place.notebook(
@@ -364,6 +365,9 @@ class TestFailures:
         assert entry["finished"] is False
         assert FAILURES[name][1] in entry["reason"]
         assert f"✗ {name}" in failed[1]
+        if name != "19_swallowed":  # which ran to its end
+            stopped_at = 5 if name < "13" else 2 + len(FAILURES[name][0])
+            assert re.search(rf"✗ {name} .*\n    in code cell {stopped_at}: ", failed[1])
         page = (checkout.folder / "reports" / "failed.unfinished" / f"{name}.html").read_text()
         assert "Not finished" in page
 
@@ -541,7 +545,15 @@ class TestVerify:
         assert "01_echo" in out
         lines = [line for line in out.splitlines() if line.startswith("  checked ")]
         assert lines
-        assert lines[0].endswith("finished")
+        assert lines[0].endswith("  is finished")
+
+    def test_damaged_files_are_named(self, report, tmp_path):
+        for name, text in (("manifest.json", "{"), ("manifest.json", "[]"), ("FINISHED", "")):
+            copy = tmp_path / f"{name}{len(text)}"
+            shutil.copytree(report, copy)
+            (copy / name).write_text(text)
+            with pytest.raises(ReportError, match="is damaged"):
+                load_checked(copy)
 
 
 def test_plain_papermill_writes_into_the_checkouts_interactive_folder(checkout, tmp_path):

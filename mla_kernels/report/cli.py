@@ -83,6 +83,9 @@ class _Group(click.Group):
         except ReportError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
         except OSError as error:
             place = f" {error.filename}" if error.filename else ""
             click.echo(f"Error: cannot read or write{place}: {error.strerror or error}", err=True)
@@ -215,9 +218,8 @@ def list_command(reports_dir: Path | None) -> None:
         click.echo(f"  {path.stem:24} {', '.join(load_profile(path.stem, root / 'notebooks'))}")
     click.echo("reports")
     reports = reports_dir or root / "reports"
-    for folder in sorted(reports.glob("*/manifest.json")) if reports.is_dir() else []:
-        manifest = json.loads(folder.read_text(encoding="utf-8"))
-        click.echo(f"  {folder.parent.name:24} {manifest['started']}  {state_of(folder.parent) or 'finished'}")
+    for folder in sorted(path.parent for path in reports.glob("*/manifest.json")):
+        click.echo(f"  {folder.name:24} {state_of(folder) or 'is finished'}")
 
 
 @main.command()

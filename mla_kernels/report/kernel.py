@@ -14,6 +14,7 @@ It differs from the plain one in two things that a run without a person needs.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -142,7 +143,13 @@ class ReportShell(ZMQInteractiveShell):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.system_raise_on_error = True
+        self.system_raise_on_error = True  # for `x = !cmd`; older IPython does not know it
+
+    def system(self, cmd: str) -> None:
+        """Run `!cmd`; CalledProcessError when it fails."""
+        self.system_piped(cmd)
+        if code := self.user_ns.get("_exit_code"):
+            raise subprocess.CalledProcessError(code, cmd)
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         self.shown = sys.exc_info()[1] or self.shown

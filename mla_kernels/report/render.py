@@ -187,8 +187,6 @@ def _finish_html(html: str, folder: Path) -> str:
         if not any("mla-table" in (parent.get("class") or []) for parent in table.parents):
             box = {"class": "mla-table", "tabindex": "0", "role": "region", "aria-label": "Table"}
             table.wrap(soup.new_tag("div", attrs=box))
-    for element in soup.find_all(["table", "th", "td", "tr"], style=True):
-        del element["style"]
     for link in soup.select("main a[href]"):
         target = str(link["href"])
         if re.match(r"[a-z][a-z0-9+.-]*:|#", target):

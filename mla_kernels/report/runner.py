@@ -266,11 +266,9 @@ def _write_summary(plan: Plan, work: Path, final: Path, manifest: dict[str, Any]
 
 
 def state_of(folder: Path) -> str:
-    """ "" for a finished report, else what it is instead."""
+    """ "" for a finished report, else what it is instead, to stand behind its name."""
     if not folder.is_dir():
         return "is not there"
-    if (folder / FINISHED).is_file():
-        return ""
     if not (folder / "manifest.json").is_file():
         return "is not a report (no manifest.json)"
     try:
@@ -278,8 +276,11 @@ def state_of(folder: Path) -> str:
         reasons = [
             f"{name}: {entry['reason'].splitlines()[0]}" for name, entry in notebooks.items() if entry.get("reason")
         ]
-    except (ValueError, KeyError) as error:
-        return f"has no readable manifest.json ({error})"
+        if (folder / FINISHED).is_file():
+            json.loads((folder / FINISHED).read_text(encoding="utf-8"))["sha256"]
+            return ""
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"is damaged: {type(error).__name__}: {error}"
     return "is not finished" + (
         f" ({'; '.join(reasons)})" if reasons else " (its run was killed, or is still going on)"
     )
