@@ -44,6 +44,7 @@ __all__ = [
 
 SM_SCALE = 192**-0.5  # DeepSeek-V2 and V3: 128 + 64 dims of a head before absorption
 GROUPS = ("correctness", "corner", "performance", "published")
+LAYOUTS = ("contiguous", "layers", "padded")
 DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -229,7 +230,13 @@ def inputs_from(
     seed: int = 0,
 ) -> Inputs:
     """Like `make_inputs`, for given originals q `[b, s_q, h_q, 576]` and kv `[b, s, 576]` (any float dtype)."""
+    if q.dim() != 4 or kv.dim() != 3 or q.shape[-1] != D or kv.shape[-1] != D:
+        raise ValueError(f"q: expected [b, s_q, h_q, {D}] and kv [b, s, {D}], got {list(q.shape)} and {list(kv.shape)}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
     lens = torch.as_tensor([int(n) for n in seq_lens], dtype=torch.int32, device=q.device)
+    if lens.numel() and not 0 <= int(lens.min()) <= int(lens.max()) <= kv.shape[1]:
+        raise ValueError(f"seq_lens: expected at most the {kv.shape[1]} tokens of kv, got {lens.tolist()}")
     encoded = None
     if dtype == "e4m3":
         encoded = (encode(q, "e4m3", q_scale), encode(kv, "e4m3", kv_scale))
@@ -339,12 +346,14 @@ def captured_inputs(
         value = capture[name] if isinstance(capture, Mapping) else getattr(capture, name)
         return torch.as_tensor(value)
 
-    q, kv = get("q"), torch.cat([get("latent"), get("rope")], dim=-1)
-    if q.dim() != 3 or q.shape[-1] != D or kv.shape != (q.shape[0], D):
+    q, latent, rope = get("q"), get("latent"), get("rope")
+    t = q.shape[0]
+    if q.dim() != 3 or q.shape[-1] != D or latent.shape != (t, D_V) or rope.shape != (t, D_ROPE):
         raise ValueError(
             f"capture: expected q [T, h, {D}], latent [T, {D_V}], rope [T, {D_ROPE}], "
-            f"got q {list(q.shape)}, latent and rope joined {list(kv.shape)}"
+            f"got {list(q.shape)}, {list(latent.shape)}, {list(rope.shape)}"
         )
+    kv = torch.cat([latent, rope], dim=-1)
     chosen = [q.shape[0] - 1] if positions is None else [int(t) for t in positions]
     if not chosen or min(chosen) < 0 or max(chosen) >= q.shape[0]:
         raise ValueError(f"positions: expected 0 to {q.shape[0] - 1}, got {chosen}")
@@ -429,7 +438,7 @@ def _corner() -> list[Case]:
         case("page-256-ragged", (1, 255, 257), page_size=256, s_q=2),
         case("auto-empty", (0, 20000, 1), h_q=4, num_kv_splits=None),
         case("long-131072", (131072,), h_q=2, num_kv_splits=None),
-        case("long-131072-one-split", (131072,), h_q=2, distribution="shifted_mean"),
+        case("long-131072-one-split", (131072,), h_q=8, distribution="shifted_mean"),
         case("long-131072-bf16", (131072,), h_q=2, dtype="bf16", num_kv_splits=None),
         case("layers-page-1", (65, 5), layout="layers", page_size=1),
     ]
