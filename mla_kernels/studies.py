@@ -20,6 +20,7 @@ import torch
 from mla_kernels import metrics, plots
 from mla_kernels.cases import Case, Results, inputs_from, make_inputs, run_case, select
 from mla_kernels.formats import FORMATS, decode, encode, round_to
+from mla_kernels.model import Comparison, Model
 from mla_kernels.ops import loaded_targets, mla_decode
 from mla_kernels.reference import KERNEL, Accumulator, Rounding, attention, tensor_core_matmul
 
@@ -28,10 +29,15 @@ __all__ = [
     "accumulator_table",
     "batch_table",
     "case_table",
+    "data_path",
     "describe",
     "format_table",
+    "kl_table",
+    "layer_table",
     "length_split_table",
+    "match_table",
     "pick_device",
+    "read_texts",
     "recorded",
     "rounding_table",
     "run_distributions",
@@ -311,6 +317,64 @@ def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0
                 "relative_error": metrics.relative_error(out[0].cpu(), oracle[0, 0]),
             }
         )
+    return pd.DataFrame(rows)
+
+
+def data_path(name: str) -> str:
+    """A checkpoint or file that a notebook names: a path in the checkout where there is one, else `name` as it is."""
+    inside = Path(__file__).resolve().parents[1] / name
+    return str(inside) if inside.exists() else name
+
+
+def read_texts(model: Model, path: str, *, count: int, tokens: int) -> list[torch.Tensor]:
+    """Token ids of the first `count` documents of a JSON-lines file with a `text` each, cut to `tokens`."""
+    lines = Path(data_path(path)).read_text(encoding="utf-8").splitlines()
+    if len(lines) < count:
+        raise ValueError(f"count: expected at most the {len(lines)} documents of {path}, got {count}")
+    return [model.tokens(json.loads(line)["text"])[:tokens] for line in lines[:count]]
+
+
+def layer_table(forced: dict[str, list[dict[str, Any]]], compared: dict[str, Comparison]) -> pd.DataFrame:
+    """Errors by layer for `plots.layer_errors`: columns layer, mode, format, relative_error.
+
+    "attention alone": the layer's attention output after its projection, on the same inputs as bf16 (teacher-forced).
+    "hidden state": what arrives after the layer when all layers run in the format (propagated).
+    """
+    rows = [
+        {"layer": row["layer"], "mode": "attention alone", "format": name, "relative_error": row["hidden_error"]}
+        for name, table in forced.items()
+        for row in table
+    ]
+    rows += [
+        {"layer": row["layer"], "mode": "hidden state", "format": name, "relative_error": row["hidden_error"]}
+        for name, comparison in compared.items()
+        for row in comparison.layers
+    ]
+    return pd.DataFrame(rows)
+
+
+def kl_table(compared: dict[str, Comparison]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(summary, by position): what each format does to the next-token distribution, against bf16."""
+    summary = pd.DataFrame([{"format": name, **comparison.kl} for name, comparison in compared.items()])
+    by_position = pd.DataFrame(
+        [
+            {"format": name, "position": row["position"], "kl": row["kl_mean"], "top1_agreement": row["top1_agreement"]}
+            for name, comparison in compared.items()
+            for row in comparison.by_position
+        ]
+    )
+    return summary, by_position
+
+
+def match_table(answers: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
+    """Exact match of answered problems: columns format, n, strict_match, flexible_extract, each with its stderr."""
+    rows = []
+    for name, answered in answers.items():
+        row: dict[str, Any] = {"format": name, "n": len(answered)}
+        for kind in ("strict_match", "flexible_extract"):
+            share = sum(bool(answer[kind]) for answer in answered) / max(len(answered), 1)
+            row |= {kind: share, f"{kind}_stderr": (share * (1 - share) / max(len(answered) - 1, 1)) ** 0.5}
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
