@@ -298,7 +298,7 @@ def layer_heatmap(table: pd.DataFrame, *, title: str) -> Figure:
 
 def layer_errors(table: pd.DataFrame) -> Figure:
     """Error of the attention output by layer. Columns: layer, mode, format, relative_error."""
-    figure, axis = plt.subplots(figsize=(8.6, 3.4))
+    figure, axis = plt.subplots(figsize=(8.6, 3.8))
     modes = list(dict.fromkeys(table["mode"]))
     formats = list(dict.fromkeys(table["format"]))
     for (name, mode), rows in table.groupby(["format", "mode"], sort=False):
@@ -310,8 +310,9 @@ def layer_errors(table: pd.DataFrame) -> Figure:
     axis.set(yscale="log", xlabel="layer", ylabel="relative error against bf16")
     axis.set_xticks(sorted(set(table["layer"])))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y)))
-    axis.set_title("Attention output by layer: its own error, and the error that arrives from the layers below")
-    axis.legend(ncols=2)
+    axis.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: _percent(y) if f"{y:e}"[0] in "25" else ""))
+    axis.set_title("Error by layer: attention alone, and what arrives")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9)
     return figure
 
 
@@ -326,7 +327,7 @@ def kl_by_position(table: pd.DataFrame, *, window: int = 32) -> Figure:
             smooth.index, smooth, color=_PALETTE[i], label=str(name), marker=_MARKERS[i], markevery=0.15, linewidth=2
         )
     axis.set(yscale="log", xlabel="position in the context, tokens", ylabel="KL divergence from bf16, nats")
-    axis.set_title(f"What the cache format does to the model (line: running median over {window} positions)")
+    axis.set_title(f"What the cache format does to the model: running median of {window} positions")
     axis.legend()
     return figure
 
