@@ -169,6 +169,7 @@ def plan(
             "CMAKE_CUDA_COMPILER": "@nvcc",
             "CMAKE_CUDA_HOST_COMPILER": "@cxx",
             "CMAKE_CUDA_ARCHITECTURES": ";".join(architectures),
+            "CMAKE_CUDA_VISIBILITY_PRESET": "hidden",
             "MLA_CUTLASS_DIR": "@cutlass",
         }
         identity |= {"nvcc": {"path": printable(nvcc.path), "version": nvcc.banner}, "cutlass": cutlass_version}

@@ -150,8 +150,8 @@ def test_threads_of_one_process_compile_once(tmp_path: Path) -> None:
 
 
 def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A worker forked during a build outlives the builder; the next build does not wait for it."""
-    site = Site(tmp_path, f"if [ ! -e {tmp_path}/go ]; then touch {tmp_path}/busy; sleep 300; fi")
+    """A worker forked during a build outlives the builder, with copies of what it had open; nothing waits for it."""
+    site = Site(tmp_path, f"if [ ! -e {tmp_path}/go ]; then echo $$ > {tmp_path}/busy; sleep 300; fi")
     code = """
         import threading, time
         def fork():
@@ -167,6 +167,7 @@ def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """
     process = child(textwrap.dedent(code) + BUILD, site.tree, site.cache, site.compiler, tmp_path)
     process.communicate(timeout=30)
+    wait_for(lambda: not alive(int((tmp_path / "busy").read_text())), 5)
     (tmp_path / "go").touch()
     start = time.monotonic()
     assert result(site.child())[2]
@@ -188,8 +189,8 @@ def test_interrupt_ends_the_compiler_and_frees_the_lock(tmp_path: Path) -> None:
 
 
 def test_build_timeout_ends_everything(tmp_path: Path) -> None:
-    """The compiler starts a process in a session of its own: that one is ended too."""
-    site = Site(tmp_path, f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 300' &\nwait")
+    """The compiler leaves behind a process that has no parent and a session of its own: that one is ended too."""
+    site = Site(tmp_path, f"(setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 300' &)\nsleep 300")
     start = time.monotonic()
     with pytest.raises(BuildError, match=r"compiling cpu failed: was ended by build_timeout=3 after [34]\.\d s"):
         site.build(build_timeout=3)
