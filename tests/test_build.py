@@ -269,10 +269,10 @@ def test_jobs_come_from_memory_and_cores(site: Site, monkeypatch: pytest.MonkeyP
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setattr(toolchain, "_cgroup_limits", lambda: (float("inf"), float("inf")))
     assert 1 <= toolchain.choose_jobs(gpu=False) <= cores
-    monkeypatch.setattr(toolchain, "_cgroup_limits", lambda: (float("inf"), 2 * 2**30))
+    monkeypatch.setattr(toolchain, "_cgroup_limits", lambda: (float("inf"), 2**30))
     assert site.build(jobs=None).info["jobs"] == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    for memory, gpu, jobs in ((12 * 2**30, False, 8), (12 * 2**30, True, 3), (1, True, 1)):
+    for memory, gpu, jobs in ((6 * 2**30, False, 8), (12 * 2**30, True, 3), (1, True, 1)):
         monkeypatch.setattr(toolchain, "_cgroup_limits", lambda memory=memory: (float("inf"), memory))
         assert toolchain.choose_jobs(gpu) <= jobs
     monkeypatch.setattr(toolchain, "_cgroup_limits", lambda: (1.5, float("inf")))

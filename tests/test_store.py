@@ -157,6 +157,7 @@ def test_taken_temporary_folder_is_left_too(tmp_path: Path, monkeypatch: pytest.
 
 def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_store, "fault", lambda folder: "cannot be written (Read-only file system)")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(BuildError, match=r"nowhere to put a library: .*Pass cache_dir= with a folder of your own"):
         _store.open_cache(None, lambda _: None)
 
