@@ -128,11 +128,13 @@ def render_notebook(
         notebook.cells = [cell for cell in notebook.cells if "parameters" not in _tags(cell)]  # the defaults
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            lines = len(cell.source.strip().splitlines())
-            cell.metadata["summary"] = f"Code, {lines} line{'' if lines == 1 else 's'}"
+            cell.metadata["summary"] = f"Code, {_lines(cell.source)}"
             cell.metadata["failed"] = bool(outcome.reason) and bool(cell.metadata.get("papermill", {}).get("exception"))
             for output in cell.outputs:
-                _readable(output)
+                if output.output_type == "stream":
+                    # Control characters (a NUL from a compiler) are not HTML.
+                    output.text = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]", "\ufffd", output.text)
+                    output["summary"] = f"Messages, {_lines(output.text)}"
     log = f"logs/{name}.txt"
     page = {
         "name": name,
@@ -173,10 +175,9 @@ def read_results(folder: Path, name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-def _readable(output: Any) -> None:
-    """Control characters (a NUL from a compiler) are not HTML."""
-    if output.output_type == "stream":
-        output.text = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]", "\ufffd", output.text)
+def _lines(text: str) -> str:
+    count = len(text.strip().splitlines())
+    return f"{count} line{'' if count == 1 else 's'}"
 
 
 def _finish_html(html: str, folder: Path) -> str:
@@ -276,7 +277,12 @@ def _index_page(folder: Path, manifest: Mapping[str, Any], outcome: Outcome) -> 
         "summary": _summary(folder, name),
         "claims": results.get("claims", []),
         "numbers": [
-            {"label": key.replace("_", " "), "value": number_text(values[key]), "unit": results["units"].get(key, "")}
+            {
+                "label": key.replace("_", " "),
+                "value": number_text(values[key]),
+                "unit": results["units"].get(key, ""),
+                "kind": "text" if isinstance(values[key], str) else "num",
+            }
             for key in results.get("key_numbers", [])
         ],
         "figures": [
@@ -320,11 +326,8 @@ def _provenance(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
         if changed
         else ""
     )
-    builds = {
-        json.dumps(build, sort_keys=True): build
-        for notebook in manifest["notebooks"].values()
-        if (build := notebook.get("environment", {}).get("build"))
-    }
+    loaded = [n["environment"].get("build") for n in manifest["notebooks"].values() if "environment" in n]
+    builds = {build["key"]: build for build in loaded if build}
     rows = [
         ("commit", (repository["commit"] or "not a git checkout") + dirty),
         ("processor", f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB"),
