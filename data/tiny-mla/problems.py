@@ -3,7 +3,7 @@
 """Generated arithmetic word problems with worked steps, in three disjoint splits. Standard library only.
 
 A problem has a question, a worked answer (one step a line, such as `3 * 14 = 42 apples`) that ends in `#### 42`, a
-number of steps (1 to 8), a level (1 to 3: how large the numbers are) and a template. Its key is the template and every
+number of steps (1 to 10), a level (1 to 5: how large the numbers are) and a template. Its key is the template and every
 number of the question in order; the key's SHA-256 decides its split, so no problem of one split has the template
 and the numbers of a problem of another, whatever the names and objects are.
 
@@ -40,12 +40,35 @@ BOXES = words("boxes bags packs baskets crates jars")
 PLACES = words("market school library harbour museum station farm lake castle mill")
 BAKES = words("rolls pies cakes buns tarts muffins loaves scones")
 
-LEVELS = (1, 2, 3)
-MAX_STEPS = 8
 SPLITS = ("train", "calibration", "heldout")
-ADDEND = {1: (2, 30), 2: (10, 200), 3: (50, 2000)}  # what is added or taken away
-FACTOR = {1: ((2, 9), (2, 9)), 2: ((2, 9), (11, 99)), 3: ((11, 39), (11, 59))}  # what is multiplied
-CAP = {1: 150, 2: 1500, 3: 9999}  # no number of a problem exceeds this
+LEVELS = (1, 2, 3, 4, 5)
+ADDEND = {1: (2, 30), 2: (10, 200), 3: (50, 2000), 4: (200, 9000), 5: (1000, 90000)}  # added or taken away
+FACTOR = {  # multiplied
+    1: ((2, 9), (2, 9)),
+    2: ((2, 9), (11, 99)),
+    3: ((11, 39), (11, 59)),
+    4: ((11, 79), (12, 99)),
+    5: ((11, 99), (101, 999)),
+}
+CAP = {1: 150, 2: 1500, 3: 9999, 4: 30000, 5: 999999}  # no number of a problem exceeds this
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage of training draws: the weight of each level, 1 to `max_steps` steps alike, and whether answers to
+    a price list repeat the price before they use it."""
+
+    levels: dict[int, float]
+    max_steps: int
+    price_lines: bool
+
+
+STAGES = {
+    1: Stage({1: 1.0, 2: 1.0, 3: 1.0}, 8, False),
+    2: Stage({1: 1.0, 2: 1.0, 3: 1.5, 4: 2.5, 5: 1.5}, 10, True),
+}
+LAST = STAGES[2]
+MAX_STEPS = LAST.max_steps
 
 
 class Redo(Exception):
@@ -319,11 +342,16 @@ def draw(rng: random.Random, level: int, steps: int) -> Problem:
             return Problem(question, "\n".join([*work.lines, f"#### {final}"]), template, level, steps)
 
 
+def stage_mix(stage: Stage) -> dict[tuple[int, int], float]:
+    """Weights of (level, steps) pairs of a stage."""
+    return {(level, steps): weight for level, weight in stage.levels.items() for steps in range(1, stage.max_steps + 1)}
+
+
 def problems(split: str, seed: int, mix: dict[tuple[int, int], float] | None = None) -> Iterator[Problem]:
-    """Endless problems of one split. `mix` weighs (level, steps) pairs; None: all pairs alike."""
+    """Endless problems of one split. `mix` weighs (level, steps) pairs; None: as in the last stage of training."""
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {SPLITS}, got {split!r}")
-    pairs = mix or {(level, steps): 1.0 for level in LEVELS for steps in range(1, MAX_STEPS + 1)}
+    pairs = mix or stage_mix(LAST)
     rng = random.Random(f"{split}-{seed}")
     choices, weights = list(pairs), list(pairs.values())
     while True:
@@ -340,7 +368,7 @@ def catalogue(rng: random.Random, level: int) -> tuple[str, list[tuple[str, int]
     return "Prices: " + "; ".join(f"a {good} costs {price} dollars" for good, price in prices) + ".", prices
 
 
-def catalogue_problem(rng: random.Random, level: int, prices: list[tuple[str, int]]) -> Problem:
+def catalogue_problem(rng: random.Random, level: int, prices: list[tuple[str, int]], price_lines: bool) -> Problem:
     """A problem that can be solved only by reading the price list at the top of its document."""
     while True:
         work, (who,) = Work(rng, level, 0), rng.sample(NAMES, 1)
@@ -350,6 +378,8 @@ def catalogue_problem(rng: random.Random, level: int, prices: list[tuple[str, in
             for good, price in chosen:
                 n = rng.randint(*FACTOR[level][0])
                 bought.append(f"{n} {good}s")
+                if price_lines:
+                    work.lines.append(f"a {good} costs {price} dollars")
                 cost = work.step(n, "*", price, f"dollars for the {good}s")
                 total = work.step(total, "+", cost, "dollars") if total else cost
         except Redo:
@@ -358,22 +388,22 @@ def catalogue_problem(rng: random.Random, level: int, prices: list[tuple[str, in
         return Problem(question, "\n".join([*work.lines, f"#### {total}"]), "catalogue", level, len(work.lines))
 
 
-def document_parts(split: str, seed: int, length: int) -> list[tuple[str, str]]:
+def document_parts(split: str, seed: int, length: int, stage: Stage = LAST) -> list[tuple[str, str]]:
     """The (prompt, answer) pairs of one document: problems of one split, joined at least `length` bytes.
 
     Every second document opens with a price list, and half of its problems can be solved only by reading it. Those
     problems are drawn freely, not by split: they serve long documents only, never the problems of data/gsm-tiny/test.
     """
     rng = random.Random(f"document-{split}-{seed}")
-    source = problems(split, rng.randrange(2**40))
+    source = problems(split, rng.randrange(2**40), stage_mix(stage))
     parts: list[tuple[str, str]] = []
-    level, prices = rng.choice(LEVELS), list[tuple[str, int]]()
+    level, prices = rng.choice(tuple(stage.levels)), list[tuple[str, int]]()
     if rng.random() < 0.5:
         opening, prices = catalogue(rng, level)
         parts.append((opening, ""))
     while sum(len(prompt) + len(answer) + 2 for prompt, answer in parts) < length:
         ask = prices and rng.random() < 0.5
-        problem = catalogue_problem(rng, level, prices) if ask else next(source)
+        problem = catalogue_problem(rng, level, prices, stage.price_lines) if ask else next(source)
         parts.append((problem.prompt, " " + problem.answer))
     return parts
 
@@ -385,7 +415,7 @@ def document(split: str, seed: int, length: int) -> str:
 
 HELDOUT = 1000
 HELDOUT_SEED = 2026
-HELDOUT_MIX = {(level, steps): 1.0 for level in LEVELS for steps in range(1, MAX_STEPS + 1)}
+HELDOUT_MIX = stage_mix(Stage({1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0, 5: 1.0}, MAX_STEPS, True))
 
 
 def heldout(count: int = HELDOUT) -> list[Problem]:

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Contributors to mla-kernels
 """Train data/tiny-mla: a DeepSeek-V2-architecture language model on the generated problems of problems.py.
 
-    python data/tiny-mla/train.py train --out OUT --seconds 360 --compile   # shards, config, tokenizer, training.json
-    python data/tiny-mla/train.py join OUT data/tiny-mla                    # joins the shards to one model.safetensors
+    python data/tiny-mla/train.py train --out OUT --seconds 360 --compile --workers 10    # OUT: shards and the rest
+    python data/tiny-mla/train.py join OUT STAGE1                                         # one model.safetensors
+    python data/tiny-mla/train.py train --stage 2 --init STAGE1 --out OUT2 --seconds 45 --lr 1.5e-3 --compile
+    python data/tiny-mla/train.py join OUT2 data/tiny-mla
 
 Needs torch and transformers only. The model is written here for speed (rotary embedding in real numbers, V padded so
 that flash attention takes it, compiled decoder layers) with the parameter names of transformers' DeepseekV2ForCausalLM,
@@ -19,7 +21,6 @@ import json
 import math
 import multiprocessing
 import platform
-import random
 import re
 import sys
 import time
@@ -178,15 +179,16 @@ def row(parts: list[tuple[str, str]], end: list[int]) -> list[np.ndarray]:
     return arrays
 
 
-def batch(split: str, index: int, rows: int, length: int) -> np.ndarray:
+def batch(split: str, index: int, rows: int, length: int, stage: int) -> np.ndarray:
     """[rows, length + 1] int16 tokens with flags; `index` is the seed."""
+    mix = P.stage_mix(P.STAGES[stage])
     out = np.empty((rows, length + 1), np.int16)
     for i in range(rows):
         seed = index * rows + i
         if length == LONG:
-            arrays = row(P.document_parts(split, seed, length + 1), [10, 10])
+            arrays = row(P.document_parts(split, seed, length + 1, P.STAGES[stage]), [10, 10])
         else:
-            source, arrays = P.problems(split, seed), []
+            source, arrays = P.problems(split, seed, mix), []
             while sum(map(len, arrays)) <= length:
                 problem = next(source)
                 arrays += row([(problem.prompt, " " + problem.answer)], [EOS])
@@ -199,13 +201,13 @@ def shape(step: int, tokens: int) -> tuple[int, int]:
     return max(1, tokens // length), length
 
 
-def batches(pool: Any, tokens: int, ahead: int = 48) -> Iterator[np.ndarray]:
+def batches(pool: Any, tokens: int, stage: int, ahead: int = 48) -> Iterator[np.ndarray]:
     """Training batches in order, made by the pool's processes a little ahead of use."""
     queue: deque[Any] = deque()
     step = 0
     while True:
         while len(queue) < ahead:
-            queue.append(pool.apply_async(batch, ("train", step, *shape(step, tokens))))
+            queue.append(pool.apply_async(batch, ("train", step, *shape(step, tokens), stage)))
             step += 1
         yield queue.popleft().get()
 
@@ -256,18 +258,6 @@ def save(model: Model, c: Any, out: Path) -> None:
     tokenizer().save_pretrained(out)
 
 
-def examination(count: int) -> tuple[list[P.Problem], list[P.Problem]]:
-    """(the first held-out problems, a tenth as many held-out problems for each level and number of steps)."""
-    rng = random.Random("cells")
-    items: list[P.Problem] = []
-    for level in P.LEVELS:
-        for steps in range(1, P.MAX_STEPS + 1):
-            source = P.problems("heldout", rng.randrange(2**40), {(level, steps): 1.0})
-            items += [next(source) for _ in range(max(1, count // 10))]
-    rng.shuffle(items)
-    return P.heldout(min(P.HELDOUT, count)), items
-
-
 def strict_match(text: str) -> str:
     found = re.search(r"#### (\-?[0-9\.\,]+)", text)
     return found.group(1) if found else ""
@@ -310,12 +300,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def train(args: argparse.Namespace) -> None:
     pool = multiprocessing.get_context("fork").Pool(args.workers)  # before CUDA starts
-    exam = pool.apply_async(examination, (args.evaluate,))
+    exam = pool.apply_async(P.heldout, (args.evaluate,))
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     c = config(args)
     model = Model(c).to(device)
+    earlier: list[dict[str, Any]] = []
+    if args.init:
+        from safetensors.torch import load_file
+
+        model.load_state_dict({k: v.float() for k, v in load_file(args.init / "model.safetensors").items()})
+        earlier = json.loads((args.init / "training.json").read_text(encoding="utf-8"))["stages"]
     weights = sum(p.numel() for p in model.parameters())
     print(f"{weights / 1e6:.2f} M weights, {2 * weights / 1e6:.1f} MB in bf16, {device}", flush=True)
     if args.compile:
@@ -330,10 +326,13 @@ def train(args: argparse.Namespace) -> None:
         betas=(0.9, 0.98),
         fused=device == "cuda",
     )
-    held = [torch.from_numpy(batch("calibration", 0, *shape(s, args.tokens // 4))).to(device) for s in (0, 2)]
+    held = [
+        torch.from_numpy(batch("calibration", 0, *shape(s, args.tokens // 4), args.stage)).to(device) for s in (0, 2)
+    ]
 
     def held_losses() -> dict[str, float]:
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        eager = torch.compiler.set_stance("force_eager")  # not worth a compilation of their shapes
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), eager:
             losses = [loss_of(model, rows)[1].item() for rows in held]
         return dict(zip(("heldback_short", "heldback_long"), (round(x, 4) for x in losses), strict=True))
 
@@ -343,9 +342,8 @@ def train(args: argparse.Namespace) -> None:
     start = begun
     step = seen = 0
     saved = False
-    for flagged in batches(pool, args.tokens):
+    for flagged in batches(pool, args.tokens, args.stage):
         if step == args.warm:  # the clock of the schedule starts when every shape is compiled
-            held_losses()
             if device == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
@@ -384,8 +382,11 @@ def train(args: argparse.Namespace) -> None:
     save(model, c, args.out)
     import transformers
 
+    places = {str(args.out): "OUT", str(args.init): "STAGE1"}
+    words = [places.get(word, word) for word in sys.argv[1:]]
     record: dict[str, Any] = {
-        "command": "python data/tiny-mla/train.py " + " ".join(sys.argv[1:]),
+        "stage": args.stage,
+        "command": "python data/tiny-mla/train.py " + " ".join(words),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "versions": {
@@ -405,7 +406,8 @@ def train(args: argparse.Namespace) -> None:
     }
 
     def write() -> None:
-        (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"stages": [*earlier, record]}, indent=1) + "\n"
+        (args.out / "training.json").write_text(text, encoding="utf-8")
 
     write()
     print(f"{step} steps, {seen / 1e6:.1f} M tokens, {seconds:.0f} s, saved", flush=True)
@@ -422,14 +424,16 @@ def train(args: argparse.Namespace) -> None:
     print(f"logits against transformers, float32: {record['logits_max_difference_fp32']:.2e}", flush=True)
     write()
     if args.evaluate:
-        test, cells = exam.get()
+        test = exam.get()
         pool.terminate()
         rows = exact_match(args.out, test, device, args.evaluate_batch, args.new_tokens)
-        record["heldout"] = {"n": len(rows), "exact_match": sum(r["right"] for r in rows) / len(rows)}
-        write()
-        print(f"held-out problems: {record['heldout']}", flush=True)
-        rows = exact_match(args.out, cells, device, args.evaluate_batch, args.new_tokens)
-        record["cells"] = [
+        share = sum(r["right"] for r in rows) / len(rows)
+        record["heldout_exact_match"] = {
+            "n": len(rows),
+            "value": share,
+            "stderr": (share * (1 - share) / len(rows)) ** 0.5,
+        }
+        record["heldout_by_level_and_steps"] = [
             {"level": level, "steps": steps, "n": len(cell), "exact_match": sum(cell) / len(cell)}
             for level in P.LEVELS
             for steps in range(1, P.MAX_STEPS + 1)
@@ -456,6 +460,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     t = commands.add_parser("train")
     t.add_argument("--out", type=Path, required=True)
+    t.add_argument("--stage", type=int, choices=list(P.STAGES), default=1, help="which problems: see problems.STAGES")
+    t.add_argument("--init", type=Path, help="folder of the joined checkpoint to go on from")
     t.add_argument("--seconds", type=float, default=330.0, help="length of the schedule, and its limit")
     t.add_argument("--steps", type=int, default=0, help="fix the number of steps (0: as many as --seconds allows)")
     t.add_argument("--warm", type=int, default=12, help="steps before the schedule's clock starts")
