@@ -4,8 +4,8 @@
 // Merges the partials of rows with several splits:
 //   out = out_scale * sum_i w_i O_i / sum_i w_i,  w_i = exp(lse_i - max lse)   with the log-sum-exps of the rounded P
 //   lse = log sum_i exp(lse_i)                                                 with those of the unrounded P
-// One CTA a line: kGroups groups of 128 threads share the splits, each thread has 4 dims. The order of the sums is fixed.
-// It is launched while the decode kernel still runs and waits for its end before it reads.
+// One CTA a line: kGroups groups of 128 threads share the splits, each thread has 4 dims. The order of the sums is
+// fixed. It is launched while the decode kernel still runs and waits for its end before it reads.
 #include <cuda_bf16.h>
 
 #include "check_cuda.h"
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads) combine_kernel(const _
 #pragma unroll
     for (int k = 0; k < kMaxSplits / 32; ++k) {
       const int i = k * 32 + lane;
-      lse[k] = i < splits ? p.partial_lse[first + static_cast<int64_t>(i) * p.lines] : make_float2(-INFINITY, -INFINITY);
+      lse[k] =
+          i < splits ? p.partial_lse[first + static_cast<int64_t>(i) * p.lines] : make_float2(-INFINITY, -INFINITY);
       top = make_float2(fmaxf(top.x, lse[k].x), fmaxf(top.y, lse[k].y));
     }
 #pragma unroll
@@ -87,9 +88,10 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads) combine_kernel(const _
     const float4 x = partial[k][thread];
     o = make_float4(o.x + x.x, o.y + x.y, o.z + x.z, o.w + x.w);
   }
-  __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.d.out) + row * p.d.out_stride[0] +
-                                                          token * p.d.out_stride[1] + head * p.d.out_stride[2]) +
-                        thread * 2;
+  __nv_bfloat162* out =
+      reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.d.out) + row * p.d.out_stride[0] +
+                                        token * p.d.out_stride[1] + head * p.d.out_stride[2]) +
+      thread * 2;
   out[0] = __floats2bfloat162_rn(o.x * inverse, o.y * inverse);
   out[1] = __floats2bfloat162_rn(o.z * inverse, o.w * inverse);
 }

@@ -3,30 +3,28 @@
 //
 // MLA decode in e4m3 on Hopper.
 //
-//   S = Q K^T                    [64 lines, 64 tokens] = [64, 576] x [64, 576]^T      wgmma m64n64k32, both from shared memory
-//   P = e4m3(2^(S c - m + 8))    m: running row maximum of S c, c = logit_scale * log2(e)
-//   T^T = V^T P^T                [512 dims, N lines] = [512, 64 tokens] x [N, 64]^T   wgmma m64nNk32, V^T from registers
-//   O^T = O^T alpha + T^T        alpha = 2^(m_old - m) by line: the rescale and the promotion to fp32 are one fma
-//   out = O / row sum
+//   S = Q K^T                    [64 lines, 64 tokens] = [64, 576] x [64, 576]^T      wgmma m64n64k32, both from shared
+//   memory P = e4m3(2^(S c - m + 8))    m: running row maximum of S c, c = logit_scale * log2(e) T^T = V^T P^T [512
+//   dims, N lines] = [512, 64 tokens] x [N, 64]^T   wgmma m64nNk32, V^T from registers O^T = O^T alpha + T^T alpha =
+//   2^(m_old - m) by line: the rescale and the promotion to fp32 are one fma out = O / row sum
 //
 // A line is one head of one query token; a CTA has N = 16, 32 or 64 of them and walks its list of work (work.cuh).
-// fp8 wgmma wants both operands K-major, so PV needs V^T, while V lies [token][dim]. ldmatrix.trans on pairs of dims and
-// two byte permutes give exactly the register A fragment of V^T with the tokens of each 16-block in the order
-// 0 1 8 9 | 2 3 10 11 | 4 5 12 13 | 6 7 14 15. The sum over tokens does not mind, as long as P is in the same order, and
+// fp8 wgmma wants both operands K-major, so PV needs V^T, while V lies [token][dim]. ldmatrix.trans on pairs of dims
+// and two byte permutes give exactly the register A fragment of V^T with the tokens of each 16-block in the order 0 1 8
+// 9 | 2 3 10 11 | 4 5 12 13 | 6 7 14 15. The sum over tokens does not mind, as long as P is in the same order, and
 // packing the accumulator of S two 8-blocks at a time *is* that order. Row g of the A fragment is dim 2g of a 16-block,
 // row g + 8 is dim 2g + 1, so a lane ends up with pairs of neighbouring dims.
 //
-//   role                     waits for                         signals
-//   scores (warps 0-3)       kv_full[stage]                    (its first warp issues TMA for later tiles)
-//                            p_empty[buffer]                   p_full[buffer]
-//   values (warps 4-7, 8-11) p_full[buffer], kv_full[stage]    p_empty[buffer]
+//   role                     waits for                             signals
+//   loader (warp 12)         kv_empty[stage]                       kv_full[stage] (TMA, or cp.async for small pages)
+//   scores (warps 0-3)       kv_full[stage], kv_empty of tile - 2  p_full[buffer]
+//   values (warps 4-7, 8-11) kv_full[stage], p_full[buffer]        kv_empty[stage]
 //                            each has 256 of the 512 dims
-// A stage needs no barrier of its own to become free: p_empty of tile t - 2 says that scores (before P) and values (after
-// PV) are done with its tokens, so at tile t the loader may refill that stage with tile t - 2 + kStages.
+// kv_empty also says that P of that tile may be overwritten, and it comes after p_full, so it covers K, too.
 //
-// Where values leave fp32: products of e4m3 in the tensor core (both wgmmas; its accumulator is narrower than fp32: 18 steps
-// of 32 for S, 2 for T), P to e4m3, the output to bf16. Row sums are fp32, of the rounded P (divides) and of the unrounded P
-// (gives lse).
+// Where values leave fp32: products of e4m3 in the tensor core (both wgmmas; its accumulator is narrower than fp32: 18
+// steps of 32 for S, 2 for T), P to e4m3, the output to bf16. Row sums are fp32, of the rounded P (divides) and of the
+// unrounded P (gives lse).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -46,12 +44,13 @@ __device__ __forceinline__ int column_slot(int c) {
   return (k >> 2) * 16 + j * 4 + (k & 3);
 }
 
-// ---------------------------------------------------------------------------------------------------------------- scores
+// ----------------------------------------------------------------------------------------------------------------
+// scores
 
 // Q K^T of one stage, issued and committed, not waited for.
 __device__ __forceinline__ void issue_scores(float (&s)[32], const uint8_t* q, const uint8_t* kv) {
-  // The low words of the descriptors (addresses) through a shuffle: that tells the compiler that they are the same in all
-  // lanes. Else it computes all 36 in vector registers and moves them over one by one between the products.
+  // The low words of the descriptors (addresses) through a shuffle: that tells the compiler that they are the same in
+  // all lanes. Else it computes all 36 in vector registers and moves them over one by one between the products.
   const uint64_t q_nope = uniform(matrix_descriptor<Swizzle::k128>(q));
   const uint64_t k_nope = uniform(matrix_descriptor<Swizzle::k128>(kv));
   const uint64_t q_rope = uniform(matrix_descriptor<Swizzle::k64>(q + kNopeTileBytes));
@@ -77,10 +76,6 @@ struct LineState {
   float sum_exact[2];  // of unrounded P, times 2^8
 };
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
@@ -89,44 +84,77 @@ __device__ __forceinline__ float quad_sum(float x) {
 // One tile: mask, maximum, P in e4m3 to shared memory, alpha, row sums. By warps that own real lines.
 // visible_*: how many tokens of this tile lines g and g + 8 may see (may be negative or above 64).
 // p_address: of the first word of line g; line g + 8 is 512 bytes on. alpha_out: slot of line g; that of g + 8 is 2 on.
-__device__ __forceinline__ void softmax_tile(float (&s)[32], LineState& st, float scale, bool masked,
-                                             int visible_g, int visible_g8, uint32_t p_address, float* alpha_out) {
+__device__ __forceinline__ void softmax_tile(float (&s)[32], LineState& st, float scale, bool masked, int visible_g,
+                                             int visible_g8, uint32_t p_address, float* alpha_out) {
   const int j = threadIdx.x & 3;
-  if (masked) {
+  if (masked) [[unlikely]] {
 #pragma unroll
     for (int i = 0; i < 32; ++i)
       if ((i >> 2) * 8 + 2 * j + (i & 1) >= ((i & 2) ? visible_g8 : visible_g)) s[i] = -INFINITY;
   }
+  float m[2], alpha[2], shift[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float m = -INFINITY;
+    float a = fmaxf(s[half * 2], s[half * 2 + 1]), b = fmaxf(s[half * 2 + 4], s[half * 2 + 5]);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) m = fmaxf(m, fmaxf(s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]));
-    const float m_new = fmaxf(st.max[half], quad_max(m) * scale);
+    for (int n = 2; n < 8; n += 2) {
+      a = fmaxf(a, fmaxf(s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]));
+      b = fmaxf(b, fmaxf(s[n * 4 + half * 2 + 4], s[n * 4 + half * 2 + 5]));
+    }
+    m[half] = fmaxf(a, b);
+  }
+  m[0] = fmaxf(m[0], __shfl_xor_sync(~0u, m[0], 1));
+  m[1] = fmaxf(m[1], __shfl_xor_sync(~0u, m[1], 1));
+  m[0] = fmaxf(m[0], __shfl_xor_sync(~0u, m[0], 2));
+  m[1] = fmaxf(m[1], __shfl_xor_sync(~0u, m[1], 2));
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float m_new = fmaxf(st.max[half], m[half] * scale);
     const float base = m_new == -INFINITY ? 0.f : m_new;  // a line without a visible token so far: P = 0
-    const float alpha = exp2_approx(st.max[half] - base);
+    alpha[half] = exp2_approx(st.max[half] - base);
     st.max[half] = m_new;
-    const float shift = static_cast<float>(kLogPScale) - base;
-    float sum = 0.f, sum_exact = 0.f;
+    shift[half] = static_cast<float>(kLogPScale) - base;
+    if (j == 0) alpha_out[half * 2] = alpha[half];
+  }
+  // The order is by hand (the asm statements are volatile): exponentials of line g; those of line g + 8 with the
+  // packing of line g in between; packing of line g + 8. A conversion right behind its exponential would wait for it
+  // each time.
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    s[n * 4] = exp2_approx(fmaf(s[n * 4], scale, shift[0]));
+    s[n * 4 + 1] = exp2_approx(fmaf(s[n * 4 + 1], scale, shift[0]));
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Row sums of the rounded P: pairs of pairs in fp16 (an e4m3 has 4 bits; fp16 cuts a sum of four at 2^-11), then
+    // fp32. Of the unrounded P: fp32.
+    float sum = 0.f, sum_exact[2] = {0.f, 0.f};
+    __half2 pair{};
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
-      uint32_t word = 0;
+      uint16_t packed[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const int i = (2 * u + k) * 4 + half * 2;
-        const float p0 = exp2_approx(fmaf(s[i], scale, shift));
-        const float p1 = exp2_approx(fmaf(s[i + 1], scale, shift));
-        const uint16_t packed = to_e4m3x2(p0, p1);
-        const float2 rounded = from_e4m3x2(packed);
-        sum += rounded.x + rounded.y;
-        sum_exact += p0 + p1;
-        word |= static_cast<uint32_t>(packed) << (16 * k);
+        const int i = (2 * u + k) * 4;
+        if (half == 0) {
+          s[i + 2] = exp2_approx(fmaf(s[i + 2], scale, shift[1]));
+          s[i + 3] = exp2_approx(fmaf(s[i + 3], scale, shift[1]));
+        }
+        packed[k] = to_e4m3x2(s[i + half * 2], s[i + half * 2 + 1]);
+        sum_exact[0] += s[i + half * 2];
+        sum_exact[1] += s[i + half * 2 + 1];
       }
-      store_shared((p_address + half * 8 * kBlockN) ^ (u << 4), word);
+      store_shared((p_address + half * 8 * kBlockN) ^ (u << 4), packed[0] | static_cast<uint32_t>(packed[1]) << 16);
+      const __half2 next = __hadd2(from_e4m3x2(packed[0]), from_e4m3x2(packed[1]));
+      if (u % 2 == 0) {
+        pair = next;
+      } else {
+        const float2 f = __half22float2(__hadd2(pair, next));
+        sum += f.x + f.y;
+      }
     }
-    st.sum[half] = fmaf(st.sum[half], alpha, sum);
-    st.sum_exact[half] = fmaf(st.sum_exact[half], alpha, sum_exact);
-    if (j == 0) alpha_out[half * 2] = alpha;
+    st.sum[half] = fmaf(st.sum[half], alpha[half], sum);
+    st.sum_exact[half] = fmaf(st.sum_exact[half], alpha[half], sum_exact[0] + sum_exact[1]);
   }
 }
 
@@ -154,7 +182,8 @@ __device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& 
       const int token = line / p.d.h_q, head = line - token * p.d.h_q;
       p.d.lse[w.row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] = lse_exact;
     } else {
-      p.partial_lse[(static_cast<int64_t>(w.row) * p.max_splits + w.split) * p.lines + line] = make_float2(lse, lse_exact);
+      p.partial_lse[(static_cast<int64_t>(w.row) * p.max_splits + w.split) * p.lines + line] =
+          make_float2(lse, lse_exact);
     }
   }
 }
@@ -163,22 +192,13 @@ template <class T>
 __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::SharedStorage& sm) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0);  // uniform, and the compiler knows it
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
-  const bool loads = !T::kTma || warp == 0;
   const bool has_lines = warp * 16 < T::N;
   const float kv_scale = p.kv_scale ? *p.kv_scale : 1.f;
-  const float scale = p.d.logit_scale * kv_scale * (p.q_scale ? *p.q_scale : 1.f) * 1.44269504088896341f;  // powers of two
-
-  TileLoader<T> loader(p, sm.list);
-  if (loads) {
-    for (int i = 0; i < kStages; ++i) {
-      loader.issue(p, sm);
-    }
-  }
-  __syncwarp();
+  const float scale =
+      p.d.logit_scale * kv_scale * (p.q_scale ? *p.q_scale : 1.f) * 1.44269504088896341f;  // powers of two
 
   // This lane's words of P: line 16 warp + g, piece 0, word j, swizzled; pieces follow by xor.
-  const uint32_t p_address =
-      shared_address(sm.p[0]) + (warp * 16 + g) * kBlockN + (((g >> 1) & 3) << 4) + j * 4;
+  const uint32_t p_address = shared_address(sm.p[0]) + (warp * 16 + g) * kBlockN + (((g >> 1) & 3) << 4) + j * 4;
   const int slot = column_slot(warp * 16 + g);
   uint32_t t = 0;      // tiles so far, over all work
   int stage = 0;       // t % kStages
@@ -187,7 +207,6 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
   for (int item = 0;; ++item) {
     const Work w = sm.list.ring[item % kWorkSlots];
     if (w.row < 0) break;
-    if (warp == 0) publish_next(p, sm.list, item + kWorkAhead);
     load_q<T>(p, w, sm);
     copy_async_commit();
     copy_async_wait<0>();
@@ -203,23 +222,21 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
 
     for (int tile = w.tile_begin; tile < w.tile_end; ++tile, ++t) {
       const int buffer = t & 1;
-      if constexpr (T::kTma) {
-        barrier_wait(&sm.kv_full[stage], phase);
-      } else {
-        copy_async_wait<kStages - 3>();  // groups are one a tile: this tile's is older than the two last
-        fence_async_proxy();
-        warpgroup_sync(kScoresBarrier);
-      }
+      barrier_wait(&sm.kv_full[stage], phase);
       issue_scores(s, sm.q, sm.kv[stage]);
-      barrier_wait(&sm.p_empty[buffer], ((t >> 1) & 1) ^ 1);  // values are done with tile t - 2
-      if (loads && t >= kPBuffers) loader.issue(p, sm);
-      __syncwarp();
+      // P of tile t - 2 has been read (two stages back, in the round before for the first two stages).
+      if (t >= kPBuffers) {
+        const bool wrapped = stage < kPBuffers;
+        barrier_wait(&sm.kv_empty[wrapped ? stage + kStages - kPBuffers : stage - kPBuffers],
+                     phase ^ (wrapped ? 1 : 0));
+      }
       cute::warpgroup_wait<0>();
       fence_registers(s);
       if (has_lines) {
         softmax_tile(s, st, scale, all_see < kBlockN, visible_g, visible_g8, p_address + buffer * T::N * kBlockN,
                      sm.alpha[buffer] + slot);
-        if (tile + 1 == w.tile_end) finish_lines<T>(p, w, st, p.d.out_scale * kv_scale, sm.final_scale[buffer] + slot);
+        if (tile + 1 == w.tile_end) [[unlikely]]
+          finish_lines<T>(p, w, st, p.d.out_scale * kv_scale, sm.final_scale[buffer] + slot);
       }
       all_see -= kBlockN;
       visible_g -= kBlockN;
@@ -236,7 +253,8 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------- values
+// ----------------------------------------------------------------------------------------------------------------
+// values
 
 // V^T fragments of 64 tokens (two wgmma steps) for the 16 dims of this warp in one block of 64 dims.
 struct ValueFragment {
@@ -312,8 +330,9 @@ __device__ __forceinline__ void read_columns(float (&x)[T::N / 4], const float* 
 
 // O times the column scales: to out, or as fp32 partial where the row has several splits.
 template <class T>
-__device__ __forceinline__ void store_output(const KernelParams& p, const Work& w, float (&o)[kBlocksM][T::kAccumulators],
-                                             const float (&scale)[T::N / 4], int dim) {
+__device__ __forceinline__ void store_output(const KernelParams& p, const Work& w,
+                                             float (&o)[kBlocksM][T::kAccumulators], const float (&scale)[T::N / 4],
+                                             int dim) {
   const int j = threadIdx.x & 3;
 #pragma unroll
   for (int c = 0; c < T::N / 4; ++c) {
@@ -322,14 +341,15 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Work& 
     const int i = (c >> 1) * 4 + (c & 1);  // and i + 2: the next dim
     if (w.splits == 1) {
       const int token = line / p.d.h_q, head = line - token * p.d.h_q;
-      __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + w.row * p.d.out_stride[0] + token * p.d.out_stride[1] +
-                           head * p.d.out_stride[2] + dim;
+      __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + w.row * p.d.out_stride[0] +
+                           token * p.d.out_stride[1] + head * p.d.out_stride[2] + dim;
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m)
         *reinterpret_cast<__nv_bfloat162*>(out + m * kRowsM) =
             __floats2bfloat162_rn(o[m][i] * scale[c], o[m][i + 2] * scale[c]);
     } else {
-      float* out = p.partial_o + ((static_cast<int64_t>(w.row) * p.max_splits + w.split) * p.lines + line) * kDimNope + dim;
+      float* out =
+          p.partial_o + ((static_cast<int64_t>(w.row) * p.max_splits + w.split) * p.lines + line) * kDimNope + dim;
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m)
         *reinterpret_cast<float2*>(out + m * kRowsM) = make_float2(o[m][i] * scale[c], o[m][i + 2] * scale[c]);
@@ -347,8 +367,7 @@ __device__ __forceinline__ void fill_empty_rows(const KernelParams& p, int threa
       __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + row * p.d.out_stride[0] + token * p.d.out_stride[1] +
                            head * p.d.out_stride[2];
       *reinterpret_cast<uint32_t*>(out + dim) = 0;
-      if (dim == 0)
-        p.d.lse[row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] = -INFINITY;
+      if (dim == 0) p.d.lse[row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] = -INFINITY;
     }
   }
 }
@@ -360,7 +379,8 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
   const int warp = (thread >> 5) & 3, lane = thread & 31;
   fill_empty_rows(p, thread);
 
-  // This lane's token of a step is `lane`; this warp's dims of block m are 64 m + 16 warp: piece 4 (m & 1) + warp of chunk m / 2.
+  // This lane's token of a step is `lane`; this warp's dims of block m are 64 m + 16 warp: piece 4 (m & 1) + warp of
+  // chunk m / 2.
   const uint32_t piece = static_cast<uint32_t>(warp ^ (lane & 7)) << 4;
   const uint32_t token_address =
       shared_address(sm.kv[0]) + half * 2 * (kBlockN * kChunkBytes) + lane * kChunkBytes + piece;
@@ -390,11 +410,7 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
       constexpr int kBuffers = T::kTileBuffers;
       ValueFragment f[kBuffers];
       const auto block_address = [&](int m) { return (address + (m >> 1) * (kBlockN * kChunkBytes)) ^ ((m & 1) << 6); };
-      // P implies V (scores waited for the tokens first), but with TMA the tokens can be fetched before P is there.
-      if constexpr (T::kTma)
-        barrier_wait(&sm.kv_full[stage], phase);
-      else
-        barrier_wait(&sm.p_full[buffer], (t >> 1) & 1);
+      barrier_wait(&sm.kv_full[stage], phase);  // the first fragments need not wait for P
       load_values(f[0], address);
       barrier_wait(&sm.p_full[buffer], (t >> 1) & 1);
       float alpha[T::N / 4];
@@ -404,9 +420,11 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
       for (int m = 0; m < kBlocksM; ++m) {
         const int now = m % kBuffers;
         sort_values(f[now]);
-        if (masked) mask_values(f[now], valid);
+        if (masked) [[unlikely]]
+          mask_values(f[now], valid);
         issue_values<T>(acc[now], f[now], desc);
-        if (m >= kBuffers - 1) {  // fold the block before (or this one), its successor's fragments on their way meanwhile
+        if (m >=
+            kBuffers - 1) {  // fold the block before (or this one), its successor's fragments on their way meanwhile
           const int done = m - (kBuffers - 1);
           cute::warpgroup_wait<kBuffers - 1>();
           if (m + 1 < kBlocksM) load_values(f[(m + 1) % kBuffers], block_address(m + 1));
@@ -421,32 +439,34 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
       }
       if (tiles_left == 1) read_columns<T>(alpha, sm.final_scale[buffer]);
       __syncwarp();
-      if (lane == 0) barrier_arrive(&sm.p_empty[buffer]);
+      if (lane == 0) barrier_arrive(&sm.kv_empty[stage]);
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;
       }
-      if (tiles_left == 1) store_output<T>(p, w, o, alpha, dim);
+      if (tiles_left == 1) [[unlikely]]
+        store_output<T>(p, w, o, alpha, dim);
     }
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------- kernel
+// ----------------------------------------------------------------------------------------------------------------
+// kernel
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& sm = *reinterpret_cast<typename T::SharedStorage*>(shared);
-  if (threadIdx.x < 32) {
+  if (threadIdx.x / 32 == 3 * kWarpgroup / 32) {
     start_list(p, sm.list);
-    for (int n = 0; n < kWorkAhead; ++n) publish_next(p, sm.list, n);
+    publish_next(p, sm.list, 0);
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(&sm.kv_full[i], 1);
-    for (int i = 0; i < kPBuffers; ++i) {
-      barrier_init(&sm.p_full[i], 4);   // warps of scores
-      barrier_init(&sm.p_empty[i], 8);  // warps of values
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&sm.kv_full[i], 1);   // the loader
+      barrier_init(&sm.kv_empty[i], 8);  // warps of values
     }
+    for (int i = 0; i < kPBuffers; ++i) barrier_init(&sm.p_full[i], 4);  // warps of scores
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_proxy();
   }
@@ -455,11 +475,14 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   if (threadIdx.x < kWarpgroup) {
-    if constexpr (T::N == 64) cutlass::arch::warpgroup_reg_dealloc<T::kScoresRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<T::kScoresRegisters>();
     scores_role<T>(p, sm);
-  } else {
-    if constexpr (T::N == 64) cutlass::arch::warpgroup_reg_alloc<T::kValuesRegisters>();
+  } else if (threadIdx.x < 3 * kWarpgroup) {
+    cutlass::arch::warpgroup_reg_alloc<T::kValuesRegisters>();
     values_role<T>(p, sm);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<T::kLoaderRegisters>();
+    if (threadIdx.x < 3 * kWarpgroup + 32) loader_role<T>(p, sm);
   }
 }
 

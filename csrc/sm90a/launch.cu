@@ -49,7 +49,8 @@ Plan plan(const DecodeParams& d) {
 }
 
 void check(const DecodeParams& d) {
-  if (d.dtype != DType::kE4M3) refuse("q_nope, q_pe, kv_cache", "dtype e4m3 (bf16 and fp16 run on the cpu target)", "another dtype");
+  if (d.dtype != DType::kE4M3)
+    refuse("q_nope, q_pe, kv_cache", "dtype e4m3 (bf16 and fp16 run on the cpu target)", "another dtype");
   int device = 0, major = 0, minor = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -58,11 +59,13 @@ void check(const DecodeParams& d) {
     refuse("device", "compute capability 9.0", std::to_string(major) + "." + std::to_string(minor));
   if (!(d.logit_scale > 0.f) || !std::isfinite(d.logit_scale))
     refuse("sm_scale * q_scale * kv_scale", "a positive finite number", std::to_string(d.logit_scale));
-  if (reinterpret_cast<uintptr_t>(d.kv_cache) % 16 != 0) refuse("kv_cache", "an address that is a multiple of 16", "another one; copy it");
+  if (reinterpret_cast<uintptr_t>(d.kv_cache) % 16 != 0)
+    refuse("kv_cache", "an address that is a multiple of 16", "another one; copy it");
   if (d.kv_page_stride % 16 != 0 || d.kv_token_stride % 16 != 0)
     refuse("kv_cache", "page and token strides that are multiples of 16 elements",
            std::to_string(d.kv_page_stride) + " and " + std::to_string(d.kv_token_stride));
-  if (reinterpret_cast<uintptr_t>(d.out) % 4 != 0 || d.out_stride[0] % 2 != 0 || d.out_stride[1] % 2 != 0 || d.out_stride[2] % 2 != 0)
+  if (reinterpret_cast<uintptr_t>(d.out) % 4 != 0 || d.out_stride[0] % 2 != 0 || d.out_stride[1] % 2 != 0 ||
+      d.out_stride[2] % 2 != 0)
     refuse("out", "an address that is a multiple of 4 and even strides", "others");
 }
 
@@ -72,9 +75,9 @@ bool q_aligned(const DecodeParams& d) {
   return all % 16 == 0;
 }
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // Through the runtime, so that the library needs no libcuda to load.
 EncodeTiled encode_tiled() {
@@ -95,9 +98,9 @@ void encode(CUtensorMap* map, const char* name, const void* address, const cuuin
             const cuuint64_t (&stride)[kRank - 1], const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle) {
   cuuint32_t ones[kRank];
   for (auto& x : ones) x = 1;
-  const CUresult r = encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(address), size, stride, box, ones,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r = encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(address), size, stride,
+                                    box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (r != CUDA_SUCCESS)
     throw std::invalid_argument(std::string("kv_cache: the driver refuses a tensor map of its ") + name +
                                 " part, CUresult " + std::to_string(static_cast<int>(r)));
@@ -109,8 +112,8 @@ void encode_cache(KernelParams& p) {
   const auto page = static_cast<cuuint64_t>(d.kv_page_stride), token = static_cast<cuuint64_t>(d.kv_token_stride);
   encode<4>(&p.kv_nope, "nope", d.kv_cache, {kChunkBytes, tokens, kChunks, pages}, {token, kChunkBytes, page},
             {kChunkBytes, kBlockN, kChunks, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
-  encode<3>(&p.kv_rope, "rope", static_cast<const uint8_t*>(d.kv_cache) + kDimNope, {kDimRope, tokens, pages}, {token, page},
-            {kDimRope, kBlockN, 1}, CU_TENSOR_MAP_SWIZZLE_64B);
+  encode<3>(&p.kv_rope, "rope", static_cast<const uint8_t*>(d.kv_cache) + kDimNope, {kDimRope, tokens, pages},
+            {token, page}, {kDimRope, kBlockN, 1}, CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 template <int N>
@@ -130,7 +133,8 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
   check(params);
   const Plan x = plan(params);
   if (x.partial_o_bytes > 0 && (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % kAlign != 0))
-    refuse("workspace", std::to_string(workspace_bytes(params)) + " bytes aligned to 256", "none, or another alignment");
+    refuse("workspace", std::to_string(workspace_bytes(params)) + " bytes aligned to 256",
+           "none, or another alignment");
 
   KernelParams p{};
   p.d = params;

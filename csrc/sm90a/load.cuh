@@ -16,80 +16,84 @@ __device__ __forceinline__ uint32_t tile_offset(int r, int c) {
   return kNopeTileBytes + r * kDimRope + (((c & 3) ^ ((r >> 1) & 3)) << 4);
 }
 
-// Runs ahead of the scores warpgroup over the list of work. With TMA the first warp does it alone; pages of fewer than 64
-// tokens are gathered by all four warps, one cp.async group a tile (an empty one past the end).
-template <class T>
-class TileLoader {
- public:
-  __device__ __forceinline__ TileLoader(const KernelParams& p, const WorkList& list) { take(p, list); }
+__device__ __forceinline__ int lookup_block(const KernelParams& p, int64_t row, int token) {
+  return __ldg(p.d.block_table + row * p.d.block_table_stride + (token >> p.d.page_size_log2));
+}
 
-  __device__ __forceinline__ void issue(const KernelParams& p, typename T::SharedStorage& s) {
-    if (row_ >= 0) {
-      if constexpr (T::kTma)
-        issue_tma(p, s);
-      else
-        gather(p, s);
-      stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
-      if (++tile_ == tile_end_) {
-        ++item_;
-        take(p, s.list);
-      } else if (T::kTma) {
-        block_ = lookup(p, tile_);
+// A page of at least 64 tokens. A block id outside the cache is outside the tensor map: TMA writes zeros and reads
+// nothing.
+template <class T>
+__device__ __forceinline__ void load_tile_tma(const KernelParams& p, typename T::SharedStorage& s, int stage, int block,
+                                              int first_token) {
+  uint64_t* full = &s.kv_full[stage];
+  const int token = first_token & ((1 << p.d.page_size_log2) - 1);
+  const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  barrier_expect(full, kStageBytes);
+  cute::SM90_TMA_LOAD_4D::copy(&p.kv_nope, full, hint, s.kv[stage], 0, token, 0, block);
+  cute::SM90_TMA_LOAD_3D::copy(&p.kv_rope, full, hint, s.kv[stage] + kNopeTileBytes, 0, token, block);
+}
+
+// Smaller pages, by cp.async of the whole warp. Tokens past the end are not read (their slots of block_table may hold
+// anything): the stage keeps stale bytes there, which the masks of scores and values neutralise. An id outside the
+// cache gives zeros, as with TMA.
+template <class T>
+__device__ __forceinline__ void gather_tile(const KernelParams& p, typename T::SharedStorage& s, int stage, int64_t row,
+                                            int first_token, int tokens) {
+  constexpr int pieces = kDim / 16;
+  const uint32_t base = shared_address(s.kv[stage]);
+  for (int i = static_cast<int>(threadIdx.x & 31); i < tokens * pieces; i += 32) {
+    const int r = i / pieces, c = i - r * pieces;
+    const int block = lookup_block(p, row, first_token + r);
+    const bool valid = block >= 0 && block < p.d.num_blocks;
+    const int64_t offset = (valid ? block : 0) * p.d.kv_page_stride +
+                           ((first_token + r) & ((1 << p.d.page_size_log2) - 1)) * p.d.kv_token_stride + c * 16;
+    copy_async_16(base + tile_offset(r, c), static_cast<const uint8_t*>(p.d.kv_cache) + offset, valid);
+  }
+}
+
+// The loader warp: lists the work, loads its tiles.
+template <class T>
+__device__ __forceinline__ void loader_role(const KernelParams& p, typename T::SharedStorage& s) {
+  int stage = 0, previous = -1;
+  uint32_t phase = 1;  // the first round finds all stages empty
+  for (int item = 0;; ++item) {
+    const Work& w = s.list.ring[item % kWorkSlots];
+    const int row = w.row, len = w.len, end = w.tile_end;
+    int tile = w.tile_begin;
+    if (row < 0) break;
+    publish_next(p, s.list, item + 1);
+    int block = T::kTma ? lookup_block(p, row, tile * kBlockN) : 0;
+    for (; tile < end; ++tile) {
+      barrier_wait(&s.kv_empty[stage], phase);
+      if constexpr (T::kTma) {
+        if (cute::elect_one_sync()) load_tile_tma<T>(p, s, stage, block, tile * kBlockN);
+        __syncwarp();
+        if (tile + 1 < end) block = lookup_block(p, row, (tile + 1) * kBlockN);  // in time for the next stage
+      } else {
+        // One group a tile; the one before is complete when at most this one is under way.
+        gather_tile<T>(p, s, stage, row, tile * kBlockN, min(kBlockN, len - tile * kBlockN));
+        copy_async_commit();
+        if (previous >= 0) {
+          copy_async_wait<1>();
+          fence_async_proxy();
+          __syncwarp();
+          if ((threadIdx.x & 31) == 0) barrier_arrive(&s.kv_full[previous]);
+        }
+        previous = stage;
+      }
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
       }
     }
-    if constexpr (!T::kTma) copy_async_commit();
   }
-
- private:
-  __device__ __forceinline__ int lookup(const KernelParams& p, int tile) const {
-    const int64_t page = (static_cast<int64_t>(tile) * kBlockN) >> p.d.page_size_log2;
-    return __ldg(p.d.block_table + row_ * p.d.block_table_stride + page);
-  }
-
-  __device__ __forceinline__ void take(const KernelParams& p, const WorkList& list) {
-    const Work w = list.ring[item_ % kWorkSlots];
-    row_ = w.row;
-    len_ = w.len;
-    tile_ = w.tile_begin;
-    tile_end_ = w.tile_end;
-    if (T::kTma && row_ >= 0) block_ = lookup(p, tile_);
-  }
-
-  // A block id outside the cache is outside the tensor map: TMA writes zeros for it and reads nothing.
-  __device__ __forceinline__ void issue_tma(const KernelParams& p, typename T::SharedStorage& s) {
-    if (cute::elect_one_sync()) {
-      uint64_t* full = &s.kv_full[stage_];
-      const int token = (tile_ * kBlockN) & ((1 << p.d.page_size_log2) - 1);
-      const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-      barrier_expect(full, kStageBytes);
-      cute::SM90_TMA_LOAD_4D::copy(&p.kv_nope, full, hint, s.kv[stage_], 0, token, 0, block_);
-      cute::SM90_TMA_LOAD_3D::copy(&p.kv_rope, full, hint, s.kv[stage_] + kNopeTileBytes, 0, token, block_);
-    }
+  if (!T::kTma && previous >= 0) {
+    copy_async_wait<0>();
+    fence_async_proxy();
     __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(&s.kv_full[previous]);
   }
-
-  // Tokens past the end are not read (their slots of block_table may hold anything): the stage keeps stale bytes there,
-  // which the masks of scores and values neutralise. An id outside the cache gives zeros, as with TMA.
-  __device__ __forceinline__ void gather(const KernelParams& p, typename T::SharedStorage& s) {
-    constexpr int pieces = kDim / 16;
-    const uint32_t base = shared_address(s.kv[stage_]);
-    const int first = tile_ * kBlockN;
-    const int tokens = min(kBlockN, len_ - first);
-    for (int i = threadIdx.x; i < tokens * pieces; i += kWarpgroup) {
-      const int r = i / pieces, c = i - r * pieces;
-      const int block = __ldg(p.d.block_table + row_ * p.d.block_table_stride + ((first + r) >> p.d.page_size_log2));
-      const bool valid = block >= 0 && block < p.d.num_blocks;
-      const int64_t offset = (valid ? block : 0) * p.d.kv_page_stride +
-                             ((first + r) & ((1 << p.d.page_size_log2) - 1)) * p.d.kv_token_stride + c * 16;
-      copy_async_16(base + tile_offset(r, c), static_cast<const uint8_t*>(p.d.kv_cache) + offset, valid);
-    }
-  }
-
-  int item_ = 0;  // number in this CTA's list
-  int row_, len_, tile_, tile_end_;
-  int block_;  // of tile_, fetched one tile ahead
-  int stage_ = 0;
-};
+}
 
 // q lines of one work item; lines past the last one are zero. By the whole scores warpgroup.
 template <class T>

@@ -50,9 +50,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
   }
 #endif
 }
-__device__ __forceinline__ void warpgroup_sync(int id) {
-  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
-}
+__device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 // ---- proxies, cp.async ----
 // Ordinary writes to shared memory become visible to wgmma and TMA.
@@ -75,19 +73,19 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
 // ---- values ----
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // Two fp32 to two e4m3, nearest even, clamped to 448; `lo` in the low byte.
 __device__ __forceinline__ uint16_t to_e4m3x2(float lo, float hi) {
   uint16_t y;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(hi), "f"(lo));
+  asm volatile("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(hi), "f"(lo));
   return y;
 }
-__device__ __forceinline__ float2 from_e4m3x2(uint16_t x) {
+__device__ __forceinline__ __half2 from_e4m3x2(uint16_t x) {
   uint32_t y;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(x));
-  return __half22float2(*reinterpret_cast<__half2*>(&y));
+  return *reinterpret_cast<__half2*>(&y);
 }
 
 // Four transposed 8x8 matrices of 16-bit elements.

@@ -40,7 +40,7 @@ struct alignas(16) Work {
   int tile_end;
 };
 
-// State of the list (first warp only) and the ring through which everybody gets it.
+// State of the list (loader warp only) and the ring through which everybody gets it.
 struct WorkList {
   Work ring[kWorkSlots];
   int item;       // of this CTA
@@ -57,11 +57,11 @@ struct Traits {
   static constexpr int kAccumulators = N / 2;  // registers of one m64nN fp32 tile
   // With 64 lines O fills 128 registers, so there is room for one tile of PV; else two alternate.
   static constexpr int kTileBuffers = N == 64 ? 1 : 2;
-  // setmaxnreg: 104 + 2 * 200 = 504 = 3 * 168, what a CTA of 384 threads gets at launch.
-  // With fewer lines everybody stays at 168.
-  static constexpr int kScoresRegisters = 104;
-  static constexpr int kValuesRegisters = 200;
-  static_assert(kScoresRegisters + 2 * kValuesRegisters <= 504);
+  // A thread has 128 registers at launch; setmaxnreg moves them to where O is.
+  static constexpr int kLoaderRegisters = N == 64 ? (kTma ? 24 : 40) : 56;
+  static constexpr int kScoresRegisters = N == 64 ? 88 : 104;
+  static constexpr int kValuesRegisters = N == 64 ? (kTma ? 200 : 192) : 176;
+  static_assert(kLoaderRegisters + kScoresRegisters + 2 * kValuesRegisters <= 512);
 
   struct SharedStorage {
     alignas(1024) uint8_t q[kRowsM * kDim];          // [4][64 lines][128 B] swizzle 128 B, then [64][64 B] swizzle 64 B
@@ -70,9 +70,9 @@ struct Traits {
     alignas(16) float alpha[kPBuffers][N];            // rescale of O for this tile, order of column_slot()
     alignas(16) float final_scale[kPBuffers][N];      // valid with the last tile: scale / row sum
     WorkList list;
-    alignas(8) uint64_t kv_full[kStages];    // TMA has written the stage
-    alignas(8) uint64_t p_full[kPBuffers];   // P, alpha (and final_scale) of a tile are written
-    alignas(8) uint64_t p_empty[kPBuffers];  // both values warpgroups are done with P and with V of that tile
+    alignas(8) uint64_t kv_full[kStages];   // the tokens of the stage are there
+    alignas(8) uint64_t kv_empty[kStages];  // both values warpgroups are done with them, and with the P of that tile
+    alignas(8) uint64_t p_full[kPBuffers];  // P, alpha (and final_scale) of a tile are written; scores are done with K
   };
   static constexpr int kSharedBytes = static_cast<int>(sizeof(SharedStorage));
   static_assert(kSharedBytes <= 232448, "227 KB is what a CTA can have");

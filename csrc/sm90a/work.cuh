@@ -2,10 +2,10 @@
 // SPDX-FileCopyrightText: Contributors to mla-kernels
 //
 // Which work a CTA does. The items of a batch are numbered row by row, in a row split by split, in a split line tile by
-// line tile (neighbours then read the same tokens at the same time). CTA c takes items c, c + gridDim.x, ... Its first
-// warp works the list out from seq_lens, kWorkAhead items ahead, and leaves it in a ring in shared memory: nothing about
-// lengths is decided on the host. Slot n is written before the scores of item n - kWorkAhead start, so whoever has seen a
-// tile of item n - 1 sees slot n.
+// line tile (neighbours then read the same tokens at the same time). CTA c takes items c, c + gridDim.x, ... The loader
+// warp works the list out from seq_lens and leaves it in a ring in shared memory: nothing about lengths is decided on
+// the host. Slot n + 1 is written before the first tile of item n is loaded, so whoever has seen a tile of item n sees
+// it.
 #pragma once
 
 #include <cstdint>
@@ -37,9 +37,9 @@ __device__ __forceinline__ void load_rows(const KernelParams& p, WorkList& list,
   __syncwarp();
 }
 
-// By the first warp, before anything else.
+// By the loader warp, before anything else.
 __device__ __forceinline__ void start_list(const KernelParams& p, WorkList& list) {
-  if (threadIdx.x == 0) {
+  if ((threadIdx.x & 31) == 0) {
     list.item = static_cast<int>(blockIdx.x);
     list.before = 0;
     list.first_row = 0;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void start_list(const KernelParams& p, WorkList& list
   load_rows(p, list, 0);
 }
 
-// Puts the next item into slot n of the ring, or one with row = -1 after the last. By the first warp.
+// Puts the next item into slot n of the ring, or one with row = -1 after the last. By the loader warp.
 __device__ __forceinline__ void publish_next(const KernelParams& p, WorkList& list, int n) {
   const int item = list.item;
   int before = list.before, first_row = list.first_row;

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Contributors to mla-kernels
-"""Checks and times the Hopper kernel by itself (no operator): check.py LIBRARY correct | tiny | fast | bench PEERS_DIR [bxhxs,...] | profile b h s splits.
+"""Checks and times the Hopper kernel by itself (no operator).
 
-LIBRARY comes from check/build.sh. References are float64 on the same e4m3 values: `exact`, and `stage`, which also rounds P
-to e4m3 against the running maximum of 64-token tiles as the kernel does. Exits with 1 if a check fails.
+    check.py LIBRARY correct | tiny | fast | bench PEERS_DIR [bxhxs,...] | profile b h s splits
+
+LIBRARY comes from check/build.sh. References are float64 on the same e4m3 values: `exact`, and `stage`, which also
+rounds P to e4m3 against the running maximum of 64-token tiles as the kernel does. Exits with 1 if a check fails.
 """
 
 import ctypes
@@ -22,10 +24,13 @@ class Params(ctypes.Structure):
 
     _fields_ = [
         ("q_nope", ptr), ("q_pe", ptr), ("q_nope_stride", i64 * 3), ("q_pe_stride", i64 * 3),
-        ("kv_cache", ptr), ("kv_page_stride", i64), ("kv_token_stride", i64), ("num_blocks", i64), ("page_size_log2", i32),
-        ("seq_lens", ptr), ("seq_lens_stride", i64), ("block_table", ptr), ("block_table_stride", i64), ("max_blocks", i64),
+        ("kv_cache", ptr), ("kv_page_stride", i64), ("kv_token_stride", i64), ("num_blocks", i64),
+        ("page_size_log2", i32),
+        ("seq_lens", ptr), ("seq_lens_stride", i64), ("block_table", ptr), ("block_table_stride", i64),
+        ("max_blocks", i64),
         ("out", ptr), ("out_stride", i64 * 3), ("lse", ptr), ("lse_stride", i64 * 3),
-        ("b", i32), ("s_q", i32), ("h_q", i32), ("dtype", i32), ("logit_scale", f32), ("out_scale", f32), ("num_kv_splits", i32),
+        ("b", i32), ("s_q", i32), ("h_q", i32), ("dtype", i32), ("logit_scale", f32), ("out_scale", f32),
+        ("num_kv_splits", i32),
     ]  # fmt: skip
 
 
@@ -40,8 +45,22 @@ def load_library(path):
 
 
 class Problem:
-    def __init__(self, lens, h, s_q=1, page=64, mean=0.0, q_std=1.0, q_scale=1.0, kv_scale=1.0, splits=0, capacity=None,
-                 seed=0, spare=3, hostile=True):
+    def __init__(
+        self,
+        lens,
+        h,
+        s_q=1,
+        page=64,
+        mean=0.0,
+        q_std=1.0,
+        q_scale=1.0,
+        kv_scale=1.0,
+        splits=0,
+        capacity=None,
+        seed=0,
+        spare=3,
+        hostile=True,
+    ):
         g = torch.Generator(device=DEV).manual_seed(seed)
         self.lens, self.h, self.s_q, self.page, self.splits = list(lens), h, s_q, page, splits
         self.q_scale, self.kv_scale, self.sm_scale = q_scale, kv_scale, 576**-0.5
@@ -173,58 +192,65 @@ def compare(name, pr, lib, rows=6):
         dot += float((o * exact).sum())
         empty = want == -torch.inf
         ok = bool(((lse[r] == -torch.inf) == empty).all()) and bool((o[empty] == 0).all())
-        lse_err = max(lse_err, float((lse[r].double() - want)[~empty].abs().max()) if bool((~empty).any()) else 0.0, 0.0 if ok else 9.0)
+        lse_err = max(
+            lse_err,
+            float((lse[r].double() - want)[~empty].abs().max()) if bool((~empty).any()) else 0.0,
+            0.0 if ok else 9.0,
+        )
     rel, rel_s = (err / max(ref2, 1e-30)) ** 0.5, (err_s / max(ref2, 1e-30)) ** 0.5
     gain = dot / ref2 - 1 if ref2 else 0.0
-    # P in e4m3 costs up to 2^-4 a weight: 2.6 % r.m.s. at the most on zero-mean latents; what is left against `stage` is the
-    # output's bf16 (0.17 % r.m.s.) and the weights that the tensor core's narrow sum of q.k tips to the other neighbour.
-    # That sum takes 18 steps, each cutting at most 2^-13 of the largest running value: 2.2e-3 of the largest logit, in lse and
-    # (as a relative error of weights) in out. The rounding of P is common to all dims of a line, so gain - 1 averages over
-    # lines only: 2 % / sqrt(lines), on top of the 0.3 % that are asked for where latents have a mean.
+    # P in e4m3 costs up to 2^-4 a weight: 2.6 % r.m.s. at the most on zero-mean latents; what is left against
+    # `stage` is the output's bf16 (0.17 % r.m.s.) and the weights that the tensor core's narrow sum of q.k tips to
+    # the other neighbour. That sum takes 18 steps, each cutting at most 2^-13 of the largest running value: 2.2e-3
+    # of the largest logit, in lse and (as a relative error of weights) in out. The rounding of P is common to all
+    # dims of a line, so gain - 1 averages over lines only: 2 % / sqrt(lines), twice that here, on top of the 0.3 %
+    # that are asked for where latents have a mean.
     cut = 18 * 2.0**-13 * max(top, 1.0)
     lines = len(pick) * pr.s_q * pr.h
     good = (same and finite and rel < 0.03 + 0.02 * cut and rel_s < 0.01 + 0.02 * cut and lse_err < 1e-4 + cut
             and abs(gain) < 0.003 + (0.0 if pr.mean else 0.04 / lines**0.5))  # fmt: skip
-    print(f"{'ok  ' if good else 'FAIL'} {name:44s} rel {rel:9.2e} stage {rel_s:9.2e} gain-1 {gain:+9.2e} lse {lse_err:8.1e}"
-          f" same {int(same)} finite {int(finite)}", flush=True)  # fmt: skip
+    verdict = "ok  " if good else "FAIL"
+    errors = f"rel {rel:9.2e} stage {rel_s:9.2e} gain-1 {gain:+9.2e} lse {lse_err:8.1e}"
+    print(f"{verdict} {name:44s} {errors} same {int(same)} finite {int(finite)}", flush=True)
     return good, out, lse
 
 
 def correct(lib):
     good = True
+    case = dict
     for name, kw in [
-        ("b1 h64 s64", dict(lens=[64], h=64)),
-        ("b1 h64 s1", dict(lens=[1], h=64)),
-        ("b4 h64 63,65,129,640", dict(lens=[63, 65, 129, 640], h=64)),
-        ("b4 h16 63,65,129,640", dict(lens=[63, 65, 129, 640], h=16)),
-        ("b4 h32 63,65,129,640 scales", dict(lens=[63, 65, 129, 640], h=32, q_scale=0.5, kv_scale=0.06)),
-        ("b5 h128 0,5,0,4096,0", dict(lens=[0, 5, 0, 4096, 0], h=128)),
-        ("b3 all empty", dict(lens=[0, 0, 0], h=16)),
-        ("b2 h1 s1000,77", dict(lens=[1000, 77], h=1)),
-        ("b2 h20 s1000,77", dict(lens=[1000, 77], h=20)),
-        ("b2 h127 s1000,77 scales 3,2", dict(lens=[1000, 77], h=127, q_scale=3.0, kv_scale=2.0)),
-        ("b3 h16 s_q2 2,1,700", dict(lens=[2, 1, 700], h=16, s_q=2)),
-        ("b3 h128 s_q4 4,3,1300", dict(lens=[4, 3, 1300], h=128, s_q=4)),
-        ("b2 h16 s_q8 65,513", dict(lens=[65, 513], h=16, s_q=8)),
-        ("b3 h128 page128 13,129,2000", dict(lens=[13, 129, 2000], h=128, page=128)),
-        ("b3 h16 page256 13,257,2000", dict(lens=[13, 257, 2000], h=16, page=256)),
-        ("b3 h16 page16 13,257,2000", dict(lens=[13, 257, 2000], h=16, page=16)),
-        ("b3 h128 page32 13,257,2000", dict(lens=[13, 257, 2000], h=128, page=32)),
-        ("b3 h64 page1 13,257,700", dict(lens=[13, 257, 700], h=64, page=1)),
-        ("b128 h128 s4096 auto", dict(lens=[4096] * 128, h=128)),
-        ("b128 h128 s4096 1 split", dict(lens=[4096] * 128, h=128, splits=1)),
-        ("b128 h16 s4096 auto", dict(lens=[4096] * 128, h=16)),
-        ("b128 h16 s4096 1 split", dict(lens=[4096] * 128, h=16, splits=1)),
-        ("b130 h16 ragged", dict(lens=[(i * 977) % 3001 for i in range(130)], h=16)),
-        ("b130 h128 ragged", dict(lens=[(i * 977) % 3001 for i in range(130)], h=128)),
-        ("b1 h128 s32768", dict(lens=[32768], h=128)),
-        ("b1 h16 s131072 128 splits", dict(lens=[131072], h=16, splits=128)),
-        ("mean 1 b1 h128 s32768", dict(lens=[32768], h=128, mean=1.0)),
-        ("mean 1 b1 h128 s32768 1 split", dict(lens=[32768], h=128, mean=1.0, splits=1)),
-        ("mean 1 q0.1 b1 h16 s131072 1 split", dict(lens=[131072], h=16, mean=1.0, q_std=0.1, splits=1)),
-        ("mean 1 b16 h128 s8192 1 split", dict(lens=[8192] * 16, h=128, mean=1.0, splits=1)),
-        ("q std 10 b2 h128 s4096", dict(lens=[4096] * 2, h=128, q_std=10.0)),
-        ("q std 100 b2 h128 s4096", dict(lens=[4096] * 2, h=128, q_std=100.0)),
+        ("b1 h64 s64", case(lens=[64], h=64)),
+        ("b1 h64 s1", case(lens=[1], h=64)),
+        ("b4 h64 63,65,129,640", case(lens=[63, 65, 129, 640], h=64)),
+        ("b4 h16 63,65,129,640", case(lens=[63, 65, 129, 640], h=16)),
+        ("b4 h32 63,65,129,640 scales", case(lens=[63, 65, 129, 640], h=32, q_scale=0.5, kv_scale=0.06)),
+        ("b5 h128 0,5,0,4096,0", case(lens=[0, 5, 0, 4096, 0], h=128)),
+        ("b3 all empty", case(lens=[0, 0, 0], h=16)),
+        ("b2 h1 s1000,77", case(lens=[1000, 77], h=1)),
+        ("b2 h20 s1000,77", case(lens=[1000, 77], h=20)),
+        ("b2 h127 s1000,77 scales 3,2", case(lens=[1000, 77], h=127, q_scale=3.0, kv_scale=2.0)),
+        ("b3 h16 s_q2 2,1,700", case(lens=[2, 1, 700], h=16, s_q=2)),
+        ("b3 h128 s_q4 4,3,1300", case(lens=[4, 3, 1300], h=128, s_q=4)),
+        ("b2 h16 s_q8 65,513", case(lens=[65, 513], h=16, s_q=8)),
+        ("b3 h128 page128 13,129,2000", case(lens=[13, 129, 2000], h=128, page=128)),
+        ("b3 h16 page256 13,257,2000", case(lens=[13, 257, 2000], h=16, page=256)),
+        ("b3 h16 page16 13,257,2000", case(lens=[13, 257, 2000], h=16, page=16)),
+        ("b3 h128 page32 13,257,2000", case(lens=[13, 257, 2000], h=128, page=32)),
+        ("b3 h64 page1 13,257,700", case(lens=[13, 257, 700], h=64, page=1)),
+        ("b128 h128 s4096 auto", case(lens=[4096] * 128, h=128)),
+        ("b128 h128 s4096 1 split", case(lens=[4096] * 128, h=128, splits=1)),
+        ("b128 h16 s4096 auto", case(lens=[4096] * 128, h=16)),
+        ("b128 h16 s4096 1 split", case(lens=[4096] * 128, h=16, splits=1)),
+        ("b130 h16 ragged", case(lens=[(i * 977) % 3001 for i in range(130)], h=16)),
+        ("b130 h128 ragged", case(lens=[(i * 977) % 3001 for i in range(130)], h=128)),
+        ("b1 h128 s32768", case(lens=[32768], h=128)),
+        ("b1 h16 s131072 128 splits", case(lens=[131072], h=16, splits=128)),
+        ("mean 1 b1 h128 s32768", case(lens=[32768], h=128, mean=1.0)),
+        ("mean 1 b1 h128 s32768 1 split", case(lens=[32768], h=128, mean=1.0, splits=1)),
+        ("mean 1 q0.1 b1 h16 s131072 1 split", case(lens=[131072], h=16, mean=1.0, q_std=0.1, splits=1)),
+        ("mean 1 b16 h128 s8192 1 split", case(lens=[8192] * 16, h=128, mean=1.0, splits=1)),
+        ("q std 10 b2 h128 s4096", case(lens=[4096] * 2, h=128, q_std=10.0)),
+        ("q std 100 b2 h128 s4096", case(lens=[4096] * 2, h=128, q_std=100.0)),
     ]:
         try:
             good &= compare(name, Problem(**kw), lib)[0]
@@ -291,9 +317,9 @@ def bench(libs, peers, shapes):
 
     timed = lambda f: do_bench(f, warmup=10, rep=60, return_mode="median") * 1e3  # noqa: E731
     n = 1 << 30
-    x, y = torch.empty(n, dtype=torch.uint8, device=DEV), torch.empty(n, dtype=torch.uint8, device=DEV)
-    print(f"copy {2 * n / timed(lambda: y.copy_(x)) / 1e6:.2f} TB/s", flush=True)
-    del x, y
+    src, dst = torch.empty(n, dtype=torch.uint8, device=DEV), torch.empty(n, dtype=torch.uint8, device=DEV)
+    print(f"copy {2 * n / timed(lambda: dst.copy_(src)) / 1e6:.2f} TB/s", flush=True)
+    dst = src = None
     a = torch.randn(8192, 8192, device=DEV).to(E4M3)
     w = torch.randn(8192, 8192, device=DEV).to(E4M3).T
     one = torch.ones((), device=DEV)
@@ -322,7 +348,8 @@ def bench(libs, peers, shapes):
         if theirs:
             rows.append(("flashmla again", timed(theirs)))
         flops, size = 2 * b * h * s * 1088, b * (s * 576 + h * (576 + 1024))
-        print(f"b {b} h {h} s {s}: " + "  ".join(f"{k} {v:.1f}us {flops / v / 1e6:.0f}TF {size / v / 1e6:.2f}TB/s" for k, v in rows), flush=True)
+        text = "  ".join(f"{k} {v:.1f}us {flops / v / 1e6:.0f}TF {size / v / 1e6:.2f}TB/s" for k, v in rows)
+        print(f"b {b} h {h} s {s}: {text}", flush=True)
         del pr
     return True
 
