@@ -48,7 +48,7 @@ class Terminal(Reporter):
                 desc=notebook.name,
                 unit="cell",
                 leave=False,
-                bar_format="{desc} {bar:24} {n_fmt}/{total_fmt} {elapsed} {postfix}",
+                bar_format="{desc} {bar:24} {n_fmt}/{total_fmt} {elapsed}{postfix}",
             )
 
     def progress(self, notebook: Notebook, progress: Progress | None, seconds: float) -> None:
