@@ -255,14 +255,13 @@ def round_to(x: torch.Tensor, element: str) -> torch.Tensor:
 def _round_chunk(x: torch.Tensor, spec: Element, out: torch.Tensor) -> None:
     """out = x rounded: adding and subtracting 1.5 * 2^52 * quantum rounds to a multiple of quantum, ties to even."""
     limit = spec.max_finite if spec.saturates else 2.0 * spec.max_finite
-    clamped = x.clamp(-limit, limit)  # NaN passes; infinity is put back below
+    clamped = x.clamp(-limit, limit)  # NaN passes, here and below; infinity is put back
     magic = (clamped.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)  # 2^exponent
     magic.clamp_(min=math.ldexp(1.0, spec.min_exponent), max=limit).mul_(1.5 * 2.0 ** (52 - spec.fraction_bits))
     torch.add(clamped, magic, out=out).sub_(magic)
     torch.copysign(out, clamped, out=out)  # -0 and values that flush keep their sign
     if not spec.saturates:
         out.masked_fill_(out > spec.max_finite, math.inf).masked_fill_(out < -spec.max_finite, -math.inf)
-    out.masked_fill_(x.isnan(), math.nan)
 
 
 def encode_element(x: torch.Tensor, element: str) -> tuple[torch.Tensor, Counters]:

@@ -163,6 +163,8 @@ def planted(fault: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         row.zero_()
     elif fault == "noise":
         row += 0.05 * rand(512, seed=9)
+    elif fault == "slight-noise":
+        row += 5e-3 * rand(512, seed=9)
     elif fault == "outlier":
         row[77] += 40.0
     elif fault == "non_finite":
@@ -186,6 +188,7 @@ def planted(fault: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ("none", "ok", ""),
         ("zero", "zero", "every element is 0"),
         ("noise", "noise", "spread"),
+        ("slight-noise", "noise", "spread"),  # under 1e-2, so near its own reference: not swapped with itself
         ("gain", "noise", "spread"),
         ("outlier", "outlier", "25 of 512 elements carry 100%"),
         ("non_finite", "non_finite", "1 NaN, 0 infinite of 512"),

@@ -332,6 +332,16 @@ def test_gather_reads_only_owned_slots() -> None:
             assert (dense[i, n:].to(torch.float32) == 0).all()
 
 
+def test_splits_by_hand() -> None:
+    assert split_bounds(0) == []
+    assert split_bounds(1, 8) == [(0, 1)]
+    assert split_bounds(300, 2) == [(0, 128), (128, 300)]  # 5 tiles: 2 and 3
+    assert split_bounds(300, 3) == [(0, 64), (64, 192), (192, 300)]
+    assert split_bounds(512, None) == [(0, 512)]
+    assert split_bounds(513, None) == [(0, 256), (256, 513)]  # 9 tiles: 4 and 5
+    assert len(split_bounds(131072, None)) == 64
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 200000), st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([64, 128]))
 def test_splits_cover_the_row_once_and_none_is_empty(length: int, splits: int | None, block: int) -> None:
@@ -385,6 +395,7 @@ SPECS = {
     "promote-32": Accumulator(promote_every=32),
     "14-bits": Accumulator(fraction_bits=14),
     "k-16": Accumulator(k_step=16, promote_every=48),
+    "4-bits": Accumulator(fraction_bits=4),  # so few that the exponent given to subnormals shows
     "25-bits": Accumulator(fraction_bits=25),  # float64 inside
     "sum-13": Accumulator(truncate="sum"),
     "sum-promote": Accumulator(truncate="sum", promote_every=64),
