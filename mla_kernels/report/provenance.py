@@ -122,8 +122,9 @@ def environment_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> 
         compare(f"data {name}", "data", name)
     for name in _keys(then, now, "notebooks"):
         compare(f"source of {name}", "notebooks", name, "sha256")
-        compare(f"kernels in {name}", "notebooks", name, "environment", "build", "key")
-        compare(f"torch threads in {name}", "notebooks", name, "environment", "torch", "threads")
+        if all(_dig(manifest, ("notebooks", name, "environment")) for manifest in (then, now)):  # both finished
+            compare(f"kernels in {name}", "notebooks", name, "environment", "build", "key")
+            compare(f"torch threads in {name}", "notebooks", name, "environment", "torch", "threads")
     return found
 
 
