@@ -527,16 +527,16 @@ class TestVerify:
         assert err == "not verified: the numbers differ\n"
 
     def test_a_notebook_that_does_not_finish_again_is_told_with_its_reason(self, checkout):
-        checkout.notebook("04_turns", "import os\nassert not os.path.exists('turned'), 'it turned'")
-        code, out, err = checkout.call("run", "04", "--name", "turns")
+        checkout.notebook("06_turns", "import os\nassert not os.path.exists('turned'), 'it turned'")
+        code, out, err = checkout.call("run", "06", "--name", "turns")
         assert code == 0, out + err
         (checkout.notebooks / "turned").touch()
         code, out, err = checkout.call("verify", "turns")
         assert code == 1
-        assert "✗ 04_turns" in out
+        assert "✗ 06_turns" in out
         assert "AssertionError: it turned" in out
         assert "(not there)" not in out
-        assert err == "not verified: 04_turns did not finish\n"
+        assert err == "not verified: 06_turns did not finish\n"
 
     def test_added_and_missing_files_are_named(self, report, tmp_path):
         copy = tmp_path / "copy"
