@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_kernels.calibration import Scales, uniform_scales
-from mla_kernels.formats import D_V, D
-from mla_kernels.model import (
+from mla_kernels.absorbed import (
     PAGE_SIZE,
     SIMULATED,
     Kernel,
@@ -26,6 +24,8 @@ from mla_kernels.model import (
     simulated_values,
     stored_values,
 )
+from mla_kernels.calibration import Scales, uniform_scales
+from mla_kernels.formats import D_V, D
 from mla_kernels.ops import mla_decode
 
 __all__ = ["answer_problems", "generate"]
