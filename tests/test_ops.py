@@ -153,7 +153,7 @@ def test_lse_is_natural_and_shards_merge(dtype: str) -> None:
     """lse equals float64 logsumexp; unequal shards with very different mass merge to the whole (empty ones weigh 0)."""
     case = inputs([5004], 8, dtype=dtype)
     kv = case.kv_stored.clone()
-    kv[:, 3:1000] = (kv[:, 3:1000].float() * 4).to(kv.dtype)  # most of the mass
+    kv[:, 3:1000] = (kv[:, 3:1000].float() * 4).clamp(-448, 448).to(kv.dtype)  # most of the mass
     whole, lse = attention(
         case.q_stored.float(),
         kv.float(),
