@@ -10,9 +10,9 @@ import os
 # processes on two cores slow each other down fivefold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import pytest  # noqa: E402
+import pytest
 
-from mla_kernels import build  # noqa: E402
+from mla_kernels import build
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,8 @@ __all__ = ["Outcome", "Progress", "execute"]
 # After `stop`, the worker saves the partial notebook; this is far more than that takes.
 GRACE_SECONDS = 20.0
 
-# torch's threads sleep while they wait, unless the caller's environment says otherwise: threads that spin make a notebook
-# five times slower as soon as anything else runs on the machine (measured on two cores), and gain nothing here.
+# torch's threads sleep while they wait, unless the caller's environment says otherwise: threads that spin make a
+# notebook five times slower as soon as anything else runs on the machine (measured on two cores).
 OMP_WAIT_POLICY = "PASSIVE"
 
 # Optional parts of the worker's packages that take seconds to import and that it does not use: papermill's Hadoop
