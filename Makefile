@@ -26,8 +26,8 @@ env: $(ENV)  ## make .venv with everything that report, lab and test need
 report: $(ENV)  ## run the notebooks headlessly and write reports/NAME (NAME=report, ARGS="-p seed=1")
 	$(PY) -m mla_kernels.report run --name $(NAME) $(ARGS)
 
-test: $(ENV)  ## run the whole test suite (ARGS are passed to pytest)
-	$(PY) -m pytest $(ARGS)
+test: $(ENV)  ## run the whole test suite, two files at a time (ARGS are passed to pytest)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lab: $(ENV)  ## open the notebooks in JupyterLab, on this machine only
 	$(PY) -m jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
