@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import hostile
 import pytest
@@ -33,9 +34,9 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 
 def attend(
-    keys: Tensor, rope: Tensor | None = None, q_rope: Tensor | None = None, **options: float
+    keys: Tensor, rope: Tensor | None = None, q_rope: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """One query of one head for each row of keys [b, n, 512], in one split; scales are 1 unless given.
+    """One query of one head for each row of keys [b, n, 512], in one split; scales are 1 unless given in options.
 
     Logits are the first rope dims [b, n, r] times q_rope [b, r] (1 by default), 0 without rope.
     """
@@ -55,9 +56,8 @@ def attend(
         q[:, 0, 512 : 512 + r] = (torch.ones(b, r) if q_rope is None else q_rope).to(keys.dtype)
     table = torch.arange(b * pages, dtype=torch.int32).view(b, pages)
     lens = torch.full((b,), n, dtype=torch.int32)
-    scales = {"sm_scale": 1.0, "q_scale": 1.0, "kv_scale": 1.0, **options}
-    paged = cache.view(-1, page, 576)
-    return hostile.mla_decode(q[..., :512], q[..., 512:], paged, lens, table, num_kv_splits=1, **scales)
+    scales = {"sm_scale": 1.0, "q_scale": 1.0, "kv_scale": 1.0, "num_kv_splits": 1, **options}
+    return hostile.mla_decode(q[..., :512], q[..., 512:], cache.view(-1, page, 576), lens, table, **scales)
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
@@ -147,3 +147,17 @@ def test_p_is_rounded_to_nearest_even_in_e4m3(isa: str) -> None:
     expected = p / (256.0 + p)
     assert bool(((out[:, 0, 0].double() - expected).abs() <= 2.0**-8 * expected).all())
     assert float((lse[:, 0].double() - logit.exp().log1p()).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("num_kv_splits", [1, 3])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_all_logits_minus_infinity_is_no_key_at_all(isa: str, dtype: torch.dtype, num_kv_splits: int) -> None:
+    """exp(-inf) is 0 for every key: 0 and -inf, not 0/0, also where every split comes out empty."""
+    rope = -torch.ones(2, 200, 1)
+    out, lse = attend(
+        torch.ones(2, 200, 512).to(dtype), rope, torch.tensor([[math.inf], [1.0]]), num_kv_splits=num_kv_splits
+    )
+    assert bool((out[0] == 0).all())
+    assert float(lse[0, 0]) == -math.inf
+    assert bool((out[1] == 1).all())
+    assert float(lse[1, 0]) == pytest.approx(math.log(200) - 1, abs=1e-6)

@@ -135,21 +135,30 @@ static void load_tile(const DecodeParams& p, int row, int64_t begin, int n, floa
 template <int kTokens, int kVectors>
 MLA_INLINE void qk_micro(const float* kv, const float* q, float* s, int m_pad, bool first) {
   vf acc[kTokens][kVectors];
-  for (int i = 0; i < kTokens; ++i)
+  MLA_UNROLL
+  for (int i = 0; i < kTokens; ++i) {
+    MLA_UNROLL
     for (int v = 0; v < kVectors; ++v) acc[i][v] = vf{};
+  }
   for (int k = 0; k < kBlockK; ++k) {
     vf b[kVectors];
+    MLA_UNROLL
     for (int v = 0; v < kVectors; ++v) b[v] = load(q + k * kVectors * kW + v * kW);
+    MLA_UNROLL
     for (int i = 0; i < kTokens; ++i) {
       const vf a = set1(kv[i * kDim + k]);
+      MLA_UNROLL
       for (int v = 0; v < kVectors; ++v) acc[i][v] = fma(a, b[v], acc[i][v]);
     }
   }
-  for (int i = 0; i < kTokens; ++i)
+  MLA_UNROLL
+  for (int i = 0; i < kTokens; ++i) {
+    MLA_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       float* out = s + i * m_pad + v * kW;
       store(out, first ? acc[i][v] : load(out) + acc[i][v]);
     }
+  }
 }
 
 template <int kTokens, int kVectors>
@@ -220,21 +229,30 @@ static void softmax(const Tile& t, int n) {
 template <int kRows, int kVectors>
 MLA_INLINE void pv_micro(const float* p, int m_pad, const float* kv, int n, float* o, const float* alpha) {
   vf acc[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r)
+  MLA_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MLA_UNROLL
     for (int v = 0; v < kVectors; ++v) acc[r][v] = vf{};
+  }
   for (int i = 0; i < n; ++i) {
     vf b[kVectors];
+    MLA_UNROLL
     for (int v = 0; v < kVectors; ++v) b[v] = load(kv + i * kDim + v * kW);
+    MLA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const vf a = set1(p[i * m_pad + r]);
+      MLA_UNROLL
       for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
     }
   }
-  for (int r = 0; r < kRows; ++r)
+  MLA_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MLA_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       float* out = o + r * kDimNope + v * kW;
       store(out, fma(load(out), set1(alpha[r]), acc[r][v]));
     }
+  }
 }
 
 // As many blocks of kRows as fit into rows [m, m_end); returns the first row that is left.

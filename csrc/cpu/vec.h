@@ -23,6 +23,14 @@
 #define MLA_ISA generic
 #endif
 
+// Loops over the accumulators of a micro-kernel: only when they are unrolled whole do the accumulators live in
+// registers.
+#if defined(__clang__)
+#define MLA_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MLA_UNROLL _Pragma("GCC unroll 32")
+#endif
+
 namespace mla::cpu::MLA_ISA {
 
 #if defined(MLA_ISA_AVX512)
