@@ -35,7 +35,8 @@ class _LayerCache:
     """One layer's paged cache of a `generate` run, written and attended in its format."""
 
     def __init__(self, fmt: str, blocks: int, device: torch.device, q_scale: float, kv_scale: float) -> None:
-        self.fmt, self.q_scale, self.kv_scale = fmt, q_scale, kv_scale
+        self.fmt = fmt
+        self.q_scale, self.kv_scale = (q_scale, kv_scale) if fmt == "e4m3" else (1.0, 1.0)
         dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}.get(fmt, torch.float32)
         self.rows = torch.zeros(blocks * PAGE_SIZE, D, dtype=torch.uint8 if fmt == "e4m3" else dtype, device=device)
         self.rows = self.rows.view(dtype)

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ __all__ = [
     "compare",
     "generate",
     "layer_sensitivity",
+    "load_capture",
     "load_model",
     "propagated",
     "teacher_forced",
@@ -120,6 +122,25 @@ def capture(model: Model, prompts: Sequence[str | Sequence[int] | Tensor]) -> Ca
         for part in parts
     )
     return Capture(layers, tuple(tokens), model.sm_scale, model.name)
+
+
+def load_capture(path: str | Path, layer: int) -> tuple[dict[str, Tensor], list[int]]:
+    """(activations, positions) of one layer of a file such as data/captures/tiny-mla.safetensors.
+
+    Activations: q [T, h, 576], latent [T, 512], rope [T, 64]; q is NaN outside `positions`, of which alone it is kept.
+    `cases.captured_inputs(activations, positions=positions[-4:])` makes the operator's inputs of them.
+    """
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    if f"layers.{layer}.q" not in tensors:
+        held = sorted(int(name.split(".")[1]) for name in tensors if name.endswith(".q"))
+        raise ValueError(f"layer: expected one of {held}, which {Path(path).name} holds, got {layer}")
+    kept, positions = tensors[f"layers.{layer}.q"], tensors["positions"].long()
+    latent, rope = tensors[f"layers.{layer}.latent"], tensors[f"layers.{layer}.rope"]
+    q = torch.full((len(latent), *kept.shape[1:]), float("nan"), dtype=kept.dtype)
+    q[positions] = kept
+    return {"q": q, "latent": latent, "rope": rope}, positions.tolist()
 
 
 def calibrate(source: Capture) -> Scales:

@@ -430,12 +430,20 @@ def heldout(count: int = HELDOUT) -> list[Problem]:
     raise AssertionError("problems() is endless")
 
 
+DOCUMENTS = 16
+DOCUMENT_BYTES = 2048  # and tokens: the model's longest context
+
+
 def write(folder: Path) -> None:
     """Write the files of data/gsm-tiny that are generated: same bytes every time."""
+
+    def documents(split: str) -> list[dict[str, str]]:
+        return [{"text": document(split, seed, DOCUMENT_BYTES)[:DOCUMENT_BYTES]} for seed in range(DOCUMENTS)]
+
     files = {
         "test.jsonl": [asdict(problem) for problem in heldout()],
-        "documents.jsonl": [{"text": document("heldout", seed, 2048)} for seed in range(16)],
-        "calibration.jsonl": [{"text": document("calibration", seed, 2048)} for seed in range(16)],
+        "documents.jsonl": documents("heldout"),
+        "calibration.jsonl": documents("calibration"),
     }
     for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")

@@ -6,6 +6,7 @@
     python data/tiny-mla/train.py join OUT STAGE1                                         # one model.safetensors
     python data/tiny-mla/train.py train --stage 2 --init STAGE1 --out OUT2 --seconds 45 --lr 1.5e-3 --compile
     python data/tiny-mla/train.py join OUT2 data/tiny-mla
+    python data/tiny-mla/train.py evaluate data/tiny-mla          # exact match through transformers, in bf16
 
 Needs torch and transformers only. The model is written here for speed (rotary embedding in real numbers, V padded so
 that flash attention takes it, compiled decoder layers) with the parameter names of transformers' DeepseekV2ForCausalLM,
@@ -456,7 +457,7 @@ def join(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the tiny MLA model, or join its shards.")
+    parser = argparse.ArgumentParser(description="Train the tiny MLA model, join its shards, or evaluate it.")
     commands = parser.add_subparsers(dest="command", required=True)
     t = commands.add_parser("train")
     t.add_argument("--out", type=Path, required=True)
@@ -477,6 +478,10 @@ def main() -> None:
     t.add_argument("--evaluate", type=int, default=1000, help="held-out problems to answer at the end")
     t.add_argument("--evaluate-batch", type=int, default=1200)
     t.add_argument("--new-tokens", type=int, default=300)
+    e = commands.add_parser("evaluate")
+    e.add_argument("folder", type=Path)
+    e.add_argument("--count", type=int, default=P.HELDOUT)
+    e.add_argument("--batch", type=int, default=500)
     j = commands.add_parser("join")
     j.add_argument("source", type=Path)
     j.add_argument("target", type=Path)
@@ -484,6 +489,9 @@ def main() -> None:
     if args.command == "train":
         args.out.mkdir(parents=True, exist_ok=True)
         train(args)
+    elif args.command == "evaluate":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        print(table(exact_match(args.folder, P.heldout(args.count), device, args.batch, 400)))
     else:
         join(args.source, args.target)
 
