@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -58,12 +59,12 @@ void run_on_torch_threads(int64_t n, void (*body)(void*), void* ctx) {
     void* ctx;
   } call{body, ctx};
   const auto once = [](int64_t, int64_t, void* c) { static_cast<Call*>(c)->body(static_cast<Call*>(c)->ctx); };
-  STD_TORCH_CHECK(torch_parallel_for(0, n, 1, once, &call) == 0, "torch_parallel_for failed");
+  if (torch_parallel_for(0, n, 1, once, &call) != 0) throw std::runtime_error("mla_decode: torch_parallel_for failed");
 }
 
 mla::cpu::Parallel torch_threads() {
   uint32_t n = 1;
-  STD_TORCH_CHECK(torch_get_num_threads(&n) == 0, "torch_get_num_threads failed");
+  if (torch_get_num_threads(&n) != 0) throw std::runtime_error("mla_decode: torch_get_num_threads failed");
   return {run_on_torch_threads, static_cast<int>(n)};
 }
 

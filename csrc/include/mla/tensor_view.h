@@ -5,7 +5,7 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
+#include <cstdio>
 #include <string>
 
 #include "mla/params.h"
@@ -41,19 +41,37 @@ inline const char* dtype_name(DType t) {
   }
 }
 
+// Words and numbers into one string. Not iostream: in a process with CUDA libraries that bring a C++ runtime of their
+// own, writing a number to an ostream of this library ended in a segmentation fault.
+inline void append(std::string& s, const char* part) { s.append(part); }
+inline void append(std::string& s, const std::string& part) { s.append(part); }
+inline void append(std::string& s, long long number) {
+  char digits[24];
+  std::snprintf(digits, sizeof digits, "%lld", number);
+  s.append(digits);
+}
+inline void append(std::string& s, long number) { append(s, static_cast<long long>(number)); }
+inline void append(std::string& s, int number) { append(s, static_cast<long long>(number)); }
+inline void append(std::string& s, double number) {
+  char digits[32];
+  std::snprintf(digits, sizeof digits, "%g", number);
+  s.append(digits);
+}
+
 template <class... Parts>
 std::string text(const Parts&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return stream.str();
+  std::string s;
+  (append(s, parts), ...);
+  return s;
 }
 
 inline std::string shape_string(const TensorView& t) {
-  std::ostringstream stream;
-  stream << "[";
-  for (int i = 0; i < t.ndim; ++i) stream << (i ? ", " : "") << t.size[i];
-  stream << "]";
-  return stream.str();
+  std::string s = "[";
+  for (int i = 0; i < t.ndim; ++i) {
+    if (i) append(s, ", ");
+    append(s, t.size[i]);
+  }
+  return s.append("]");
 }
 
 }  // namespace mla
