@@ -346,6 +346,40 @@ class TestPage:
         assert results(page)["claims"] == [{"claim": "x", "ok": True, "detail": ""}]
         assert results(page)["records"] == {"a": 1}
 
+    @pytest.mark.parametrize("interactive", [False, True])
+    @pytest.mark.parametrize(
+        ("what", "call"),
+        [
+            ("claim 'late'", lambda p: p.claim("late", False)),
+            ("record 'late'", lambda p: p.record("late", 1)),
+            ("record 'late'", lambda p: p.record("late", 1, volatile=True)),
+            ("table 'late'", lambda p: p.table([{"x": 1}], "late", caption="c")),
+            ("figure 'late'", lambda p: p.figure(plt.figure(), "late", caption="c", alt="a", data=[1])),
+        ],
+    )
+    def test_nothing_can_be_added_after_finish(self, tmp_path, monkeypatch, interactive, what, call):
+        """It would be in no results file, and the report would count as finished."""
+        place = Checkout(tmp_path / "checkout")
+        monkeypatch.chdir(place.notebooks)
+        page = report.open_page("01_unit", "" if interactive else tmp_path / "out")
+        page.claim("early", True)
+        page.finish()
+        with pytest.raises(RuntimeError, match=rf"{what}: expected before page\.finish\(\), .*open_page"):
+            call(page)
+        plt.close("all")
+        page.finish()  # the last cell run again says the same again
+        assert [claim["claim"] for claim in results(page)["claims"]] == ["early"]
+        assert not list(page.folder.glob("*/*/late*"))
+
+    def test_a_page_opened_again_starts_anew_and_has_to_finish_itself(self, page):
+        page.claim("early", True)
+        page.finish()
+        again = report.open_page("01_unit", page.folder)
+        assert not (page.folder / "results" / "01_unit.json").exists()
+        again.claim("late", True)
+        again.finish()
+        assert [claim["claim"] for claim in results(again)["claims"]] == ["late"]
+
     def test_key_numbers_are_the_first_scalars_or_those_asked_for(self, page):
         page.record("a", 1)
         page.record("list", [1])

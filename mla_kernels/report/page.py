@@ -64,6 +64,9 @@ class Page:
         self._timings: dict[str, Any] = {}
         self._claims: dict[str, dict[str, Any]] = {}
         self._start = time.perf_counter()
+        self._finished = False
+        self._results = self.folder / "results" / f"{self.notebook}.json"
+        self._results.unlink(missing_ok=True)  # of a page that was opened before: this one has yet to finish
 
     def figure(
         self, fig: Figure, name: str, *, caption: str, alt: str, data: pd.DataFrame | Mapping[str, Any] | list[Any]
@@ -76,6 +79,9 @@ class Page:
             caption: what to see in it, one or two sentences; stands under the figure.
             alt: what the figure shows, for a reader who does not see it.
             data: the numbers behind the figure, saved as CSV: a DataFrame, or what a DataFrame is made from.
+
+        Raises:
+            RuntimeError: after `finish`; the same holds for `table`, `record` and `claim`.
         """
         self._new(self._figures, name, "figure")
         for argument, text in (("caption", caption), ("alt", alt)):
@@ -164,6 +170,7 @@ class Page:
             holds: True or False (a numpy or torch bool will do).
             detail: the figure it rests on: "1.1e-16 of the total".
         """
+        self._refuse_after_finish(f"claim {text!r}")
         if not text.strip():
             raise ValueError("text: expected the claim as a sentence, got an empty text")
         if text in self._claims and not self.interactive:
@@ -188,7 +195,7 @@ class Page:
             "\n".join(f"{'ok  ' if c['ok'] else 'FAIL'} {c['claim']}  {c['detail']}" for c in claims),
         )
         write_json(
-            self.folder / "results" / f"{self.notebook}.json",
+            self._results,
             {
                 "notebook": self.notebook,
                 "parameters": self.parameters,
@@ -202,14 +209,24 @@ class Page:
                 "environment": _environment(),
             },
         )
+        self._finished = True
         if failed:
             lines = [f"  - {claim['claim']}" + (f" ({claim['detail']})" if claim["detail"] else "") for claim in failed]
             raise AssertionError(
                 f"{len(failed)} of {len(claims)} claims of {self.notebook} do not hold:\n" + "\n".join(lines)
             )
 
+    def _refuse_after_finish(self, what: str) -> None:
+        """What comes after `finish` would be in no results file, and a claim of it could not fail."""
+        if self._finished:
+            raise RuntimeError(
+                f"{what}: expected before page.finish(), which has written the results: make page.finish() the last "
+                "cell; to start anew, run the notebook from its report.open_page cell"
+            )
+
     def _new(self, store: dict[str, Any], name: str, what: str) -> None:
         """Refuse names that cannot be file names and, in a run without a person, names that were used before."""
+        self._refuse_after_finish(f"{what} {name!r}")
         _slug(name, "name")
         if name in store and not self.interactive:
             raise ValueError(f"name: {what} {name!r} is there already: every {what} of a page needs its own name")
