@@ -10,6 +10,7 @@ beside the picture.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -105,7 +106,7 @@ def error_histogram(table: pd.DataFrame) -> Figure:
         exact = table[(table["distribution"] == panel) & (table["log10_error"] == -np.inf) & (table["share"] > 0.01)]
         if not exact.empty:
             words = "\n".join(f"{row.part}: {100 * row.share:.4g} % exactly 0" for row in exact.itertuples())
-            axis.text(0.98, 0.95, words, transform=axis.transAxes, ha="right", va="top", fontsize=8.5, color="#333333")
+            axis.set_title(words, loc="right", fontsize=8.5, fontweight="normal", color="#333333")
         axis.set_title(panel.replace("_", " "))
         axis.set_xlabel("absolute error of an output element")
         axis.set_ylabel("share of elements, %")
@@ -155,7 +156,7 @@ def split_bars(table: pd.DataFrame) -> Figure:
     axis.set_yticks(range(len(order)), [d.replace("_", " ") for d in order])
     axis.invert_yaxis()
     axis.set_xlabel("relative error of the output, ‖part‖ / ‖oracle‖")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _percent(x)))
+    _percent_ticks(axis.xaxis)
     axis.grid(axis="y", visible=False)
     axis.set_title("Where the error of the output comes from")
     _legend_below(figure, axis, "part")
@@ -186,7 +187,7 @@ def format_comparison(table: pd.DataFrame) -> Figure:
     axis.set_yticks(range(len(order)), [f"{name}\n{bytes_of[name]:g} B per token" for name in order])
     axis.set_ylim(len(order) - 0.5, -0.5)
     axis.set_xlabel("relative error of the attention output against the oracle")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _percent(x)))
+    _percent_ticks(axis.xaxis)
     axis.set_title("What each cache format costs, before any kernel is involved")
     _legend_below(figure, axis)
     return figure
@@ -208,7 +209,7 @@ def row_errors(table: pd.DataFrame) -> Figure:
     axis.set(
         xscale="log", yscale="log", xlabel="row (batch entry × head), worst first", ylabel="relative error of the row"
     )
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y)))
+    _percent_ticks(axis.yaxis)
     axis.set_title("Worst rows: a whole-tensor number hides them")
     axis.legend()
     return figure
@@ -264,7 +265,7 @@ def case_budget(table: pd.DataFrame) -> Figure:
     axis.set(xscale="log", ylim=(len(table) - 0.4, -0.6), xlabel="relative error of the output")
     axis.set_yticks(y, table["case"], fontsize=8.5)
     axis.set_title("Case table: the implementation part stays under its budget")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _percent(x)))
+    _percent_ticks(axis.xaxis)
     axis.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (1.6 + 0.24 * len(table))))
     return figure
 
@@ -309,8 +310,7 @@ def layer_errors(table: pd.DataFrame) -> Figure:
         )  # fmt: skip
     axis.set(yscale="log", xlabel="layer", ylabel="relative error against bf16")
     axis.set_xticks(sorted(set(table["layer"])))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y)))
-    axis.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: _percent(y) if f"{y:e}"[0] in "25" else ""))
+    _percent_ticks(axis.yaxis)
     axis.set_title("Error by layer: attention alone, and what arrives")
     axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9)
     return figure
@@ -366,6 +366,9 @@ def error_at_length(table: pd.DataFrame, *, x: str = "tokens", title: str = "Err
         rows = table[table["distribution"] == panel]
         for i, part in enumerate([p for p in PART_ORDER if p in set(rows["part"])]):
             line = rows[(rows["part"] == part) & (rows["relative_error"] > 0)].sort_values(x)
+            zeros = int(((rows["part"] == part) & (rows["relative_error"] == 0)).sum())
+            if zeros:
+                axis.set_title(f"{part}: 0 at {zeros} points", loc="right", fontsize=8.5, fontweight="normal")
             axis.plot(
                 line[x],
                 line["relative_error"],
@@ -384,7 +387,7 @@ def error_at_length(table: pd.DataFrame, *, x: str = "tokens", title: str = "Err
         ticks = sorted(set(table[x]))
         axis.set_xticks(ticks, [f"{v:,.0f}" for v in ticks])
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _percent(v)))
+        _percent_ticks(axis.yaxis)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     _legend_below(figure, axes[0], "part of the error")
     return figure
@@ -403,6 +406,14 @@ def _grid(count: int, *, height: float, columns: int = 2) -> tuple[Figure, list[
     for axis in axes[:count]:
         axis.tick_params(labelbottom=True, labelleft=True)
     return figure, axes[:count]
+
+
+def _percent_ticks(axis: Any) -> None:
+    """Percent on a logarithmic axis; within two decades the minor ticks at 2 and 5 get their numbers too."""
+    axis.set_major_formatter(FuncFormatter(lambda v, _: _percent(v)))
+    low, high = sorted(axis.get_view_interval())
+    wide = low <= 0 or high / low > 100
+    axis.set_minor_formatter(FuncFormatter(lambda v, _: "" if wide or f"{v:e}"[0] not in "25" else _percent(v)))
 
 
 def _legend_below(figure: Figure, axis: Axes, title: str = "") -> None:

@@ -8,7 +8,9 @@ are those that `mla_kernels.plots` reads.
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +23,14 @@ from mla_kernels import metrics, plots
 from mla_kernels.cases import Case, Results, inputs_from, make_inputs, run_case, select
 from mla_kernels.formats import FORMATS, decode, encode, round_to
 from mla_kernels.model import Comparison, Model
-from mla_kernels.ops import loaded_targets, mla_decode
+from mla_kernels.ops import loaded_targets, mla_decode, split_plan
 from mla_kernels.reference import KERNEL, Accumulator, Rounding, attention, tensor_core_matmul
 
 __all__ = [
     "accumulator_loop_table",
     "accumulator_table",
     "batch_table",
+    "budget",
     "case_table",
     "data_path",
     "describe",
@@ -41,6 +44,7 @@ __all__ = [
     "recorded",
     "rounding_table",
     "run_distributions",
+    "sign_test",
     "tables_of",
 ]
 
@@ -65,10 +69,15 @@ def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequen
     Columns: case, dtype, distribution, b, s_q, h_q, longest, nonfinite, implementation_error, budget, format_error,
     stage_error, total_error, lse_error (largest absolute difference to the format reference's lse).
     """
+    chosen = {case.name: case for case in select(group)}
+    for name in names:
+        if name not in chosen:
+            near = difflib.get_close_matches(name, chosen, 1)
+            raise ValueError(
+                f"names: no case {name!r} in group {group!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
     rows = []
-    for case in select(group):
-        if names and case.name not in names:
-            continue
+    for case in [chosen[name] for name in names] or chosen.values():
         result = run_case(case, mla_decode, device)
         assert result.kernel is not None
         assert result.kernel_lse is not None
@@ -292,17 +301,18 @@ def accumulator_loop_table(fraction_bits: int = 13, *, longest: int = 131072, se
 
 
 def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0, device: str = "cpu") -> pd.DataFrame:
-    """One row alone, then among b − 1 others: does its answer change?  Automatic plan.
+    """One row alone, then among b − 1 others of other lengths: does its answer change?  Automatic plan.
 
-    Columns: b, same_bits (row 0 equals its answer at the smallest batch, bit for bit), relative_error (row 0 against
-    the oracle).
+    Columns: b, splits (of row 0), same_bits (row 0 equals its answer at the smallest batch, bit for bit),
+    relative_error (row 0 against the oracle).
     """
-    widest = make_inputs(Case("study-batch", "correctness", (seq_len,) * max(batches), h_q=h_q, seed=seed))
-    oracle, _ = attention(widest.q[:1], widest.kv[:1], [seq_len], sm_scale=widest.sm_scale)
+    lens = [seq_len, *(1 + (seq_len * (7 * i + 3) // 11) % (2 * seq_len) for i in range(max(batches) - 1))]
+    widest = make_inputs(Case("study-batch", "correctness", tuple(lens), h_q=h_q, seed=seed))
+    oracle, _ = attention(widest.q[:1], widest.kv[:1, :seq_len], [seq_len], sm_scale=widest.sm_scale)
     rows, first = [], None
     for b in sorted(batches):
         inputs = inputs_from(
-            widest.q[:b].to(device), widest.kv[:b].to(device), [seq_len] * b,
+            widest.q[:b].to(device), widest.kv[:b, : max(lens[:b])].to(device), lens[:b],
             q_scale=widest.q_scale, kv_scale=widest.kv_scale, num_kv_splits=None, seed=seed + b,
         )  # fmt: skip
         out, lse = mla_decode(**inputs.args)
@@ -311,6 +321,7 @@ def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0
         rows.append(
             {
                 "b": b,
+                "splits": len(split_plan([seq_len])[0]) - 1,
                 "same_bits": all(
                     torch.equal(a.view(torch.uint8), c.view(torch.uint8)) for a, c in zip(answer, first, strict=True)
                 ),
@@ -318,6 +329,11 @@ def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0
             }
         )
     return pd.DataFrame(rows)
+
+
+def budget(distribution: str, seq_len: int) -> float:
+    """Bound on ‖kernel − stage‖ / ‖stage‖ of a whole e4m3 output: `Case.budget` of these inputs."""
+    return Case("study", "correctness", (seq_len,), distribution=distribution).budget
 
 
 def data_path(name: str) -> str:
@@ -330,7 +346,7 @@ def read_texts(model: Model, path: str, *, count: int, tokens: int) -> list[torc
     """Token ids of the first `count` documents of a JSON-lines file with a `text` each, cut to `tokens`."""
     lines = Path(data_path(path)).read_text(encoding="utf-8").splitlines()
     if len(lines) < count:
-        raise ValueError(f"count: expected at most the {len(lines)} documents of {path}, got {count}")
+        raise ValueError(f"prompts: expected at most the {len(lines)} documents of {path}, got {count}")
     return [model.tokens(json.loads(line)["text"])[:tokens] for line in lines[:count]]
 
 
@@ -376,6 +392,21 @@ def match_table(answers: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
             row |= {kind: share, f"{kind}_stderr": (share * (1 - share) / max(len(answered) - 1, 1)) ** 0.5}
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def sign_test(reference: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
+    """Exact one-sided sign test on strict_match of the same problems: is `ours` worse than `reference`?
+
+    lost and won: problems that only `reference`, or only `ours`, solves. p_value: chance of at least that many lost
+    among them if both were equally good. least_loss: the smallest loss (share of problems, all in one direction) that
+    the test would call significant at 5 %.
+    """
+    pairs = [(bool(a["strict_match"]), bool(b["strict_match"])) for a, b in zip(reference, ours, strict=True)]
+    lost, won = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+    p_value = sum(math.comb(lost + won, k) for k in range(lost, lost + won + 1)) / 2 ** (lost + won)
+    least = 5 / max(len(pairs), 1)  # 2^-5 < 5 %
+    words = f"lost {lost}, won {won} of {len(pairs)}, p = {p_value:.2g}; a loss of {100 * least:.2g} points would show"
+    return {"lost": lost, "won": won, "p_value": p_value, "least_loss": least, "words": words}
 
 
 def recorded(gpu: str, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
