@@ -259,12 +259,13 @@ def mla_decode_out(
     num_kv_splits: int | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_decode` into `out` and `lse`, which it returns. Nothing is allocated where `workspace` is given.
+    """`mla_decode` into `out` and `lse`, which it returns. No tensor is allocated where `workspace` is given.
 
     Args:
         out, lse: shapes and dtypes as returned by `mla_decode`; strides free, except that the last of out is 1.
         workspace: 1-D, any dtype, at least `workspace_size(…)` bytes; its contents before the call do not matter.
     """
+    checks.check_outputs(out, lse)
     arguments = _arguments(
         q_nope,
         q_pe,
@@ -292,6 +293,7 @@ def workspace_size(b: int, s_q: int, h_q: int, capacity: int, num_kv_splits: int
     The same function of the loaded build sizes and runs. It is 24 MiB at the most, whatever the shape.
     """
     checks.check_target(torch.device("cpu"), loaded_targets())
+    checks.check_splits(num_kv_splits)
     return torch.ops.mla_kernels.cpu_workspace_size(b, s_q, h_q, capacity, num_kv_splits)
 
 
@@ -300,8 +302,9 @@ def split_plan(seq_lens: Tensor | Sequence[int], num_kv_splits: int | None = Non
 
     Automatic (None): n = min(⌈tiles / 8⌉, 64) with tiles = ⌈seq_len / 64⌉. Pinned: n = min(num_kv_splits, tiles).
     Split i holds tiles ⌊i·tiles/n⌋ to ⌊(i+1)·tiles/n⌋. The plan is a function of the row's own length only: batch mates
-    never change a result.
+    never change a result. TypeError or ValueError for a num_kv_splits that `mla_decode` refuses.
     """
+    checks.check_splits(num_kv_splits)
     lengths = [int(x) for x in (seq_lens.tolist() if isinstance(seq_lens, Tensor) else seq_lens)]
     plan = []
     for length in lengths:
