@@ -256,6 +256,18 @@ class TestParameters:
             (["run", "--profile", "cpv"], "did you mean 'cpu'?"),
             (["run", "--profile", "bad.yaml"], "expected a mapping `notebook: {parameter: value}`"),
             (["run", "--profile", "other.yaml"], "'01_ecco', which is no notebook here; did you mean '01_echo'?"),
+            (["run", "--profile", "latin.yaml"], "latin.yaml: expected YAML, but: 'utf-8' codec can't decode byte"),
+            (["run", "--profile", "binary.yaml"], "binary.yaml: expected YAML, but: "),
+            (["run", "--profile", "twice.yaml"], "the key 'seed' is given twice, in line 2 and in line 4"),
+            (["run", "--profile", "again.yaml"], "the key '01_echo' is given twice, in line 1 and in line 3"),
+            (["schema", "01", "--profile", "cpv"], "did you mean 'cpu'?"),
+            (["schema", "01", "--profile", "binary.yaml"], "binary.yaml: expected YAML, but: "),
+            (["schema", "01", "--profile", "wrong.yaml"], "01_echo: batch (profile): expected an integer of at least"),
+            (["run", "latin.ipynb"], "latin.ipynb: expected a Jupyter notebook (format 4), but: UnicodeDecodeError"),
+            (["run", "list.ipynb"], "list.ipynb: expected a Jupyter notebook (format 4), but: TypeError"),
+            (["run", "cells.ipynb"], "cells.ipynb: expected a Jupyter notebook (format 4), but: KeyError"),
+            (["run", "odd/latin.ipynb"], "latin.schema.json: expected JSON, but: 'utf-8' codec can't decode byte 0xe9"),
+            (["run", "odd/list.ipynb"], "list.schema.json: expected a JSON Schema object with `properties`, got []"),
             (["run", "01", "--name", "../x"], "--name: expected letters, digits"),
             (["verify", "nothing"], "REPORT: nothing is not there"),
             (["verify", "notebooks"], "REPORT: notebooks is not a report (no manifest.json)"),
@@ -264,6 +276,19 @@ class TestParameters:
     def test_bad_input_is_one_line_without_a_traceback(self, checkout, arguments, words, monkeypatch):
         (checkout.folder / "bad.yaml").write_text("- 1\n- 2\n")
         (checkout.folder / "other.yaml").write_text("01_ecco:\n")
+        (checkout.folder / "latin.yaml").write_bytes("01_echo: {tag: é}\n".encode("latin-1"))
+        (checkout.folder / "binary.yaml").write_bytes(bytes(range(64)))
+        (checkout.folder / "twice.yaml").write_text("01_echo:\n  seed: 1\n  batch: 2\n  seed: 3\n")
+        (checkout.folder / "again.yaml").write_text("01_echo:\n  seed: 1\n01_echo:\n  batch: 2\n")
+        (checkout.folder / "wrong.yaml").write_text("01_echo:\n  batch: many\n")
+        (checkout.folder / "latin.ipynb").write_bytes('{"cells": ["é"]}'.encode("latin-1"))
+        (checkout.folder / "list.ipynb").write_text("[]")
+        (checkout.folder / "cells.ipynb").write_text('{"cells": [{}]}')
+        params = checkout.folder / "odd" / "params"
+        params.mkdir(parents=True, exist_ok=True)
+        for name, text in (("latin", '{"é": 1}'), ("list", "[]")):
+            shutil.copy(checkout.notebooks / "01_echo.ipynb", params.parent / f"{name}.ipynb")
+            (params / f"{name}.schema.json").write_bytes(text.encode("latin-1"))
         monkeypatch.chdir(checkout.folder)
         done = CliRunner().invoke(main, arguments)
         assert done.exit_code == 2
@@ -277,6 +302,18 @@ class TestParameters:
         assert code == 0
         assert "num_heads = 16\n    an integer from 1 to 128\n    Query heads.\n" in out
         assert "splits = null\n    an integer of at least 1, or none\n" in out
+
+    def test_schema_shows_the_values_of_the_profile(self, checkout, monkeypatch):
+        (checkout.folder / "some.yaml").write_text("01_echo:\n  num_heads: 64\n")
+        monkeypatch.chdir(checkout.folder)
+        done = CliRunner().invoke(main, ["schema", "01", "--profile", "some.yaml", "-p", "seed=3"])
+        assert done.exit_code == 0, done.stderr
+        assert "num_heads = 64\n" in done.stdout
+        assert "seed = 3\n" in done.stdout
+
+    def test_a_key_given_twice_in_a_mapping_is_refused(self):
+        with pytest.raises(ReportError, match=r"x: expected a mapping, got '\{a: 1, a: 2\}'"):
+            convert("{a: 1, a: 2}", {"type": "object"}, "x")
 
     @pytest.mark.parametrize("notebook", notebooks_in(ROOT / "notebooks"), ids=lambda n: n.name)
     def test_every_schema_agrees_with_its_parameters_cell(self, notebook):
@@ -545,6 +582,25 @@ class TestVerify:
         (copy / "index.html").unlink()
         with pytest.raises(ReportError, match=r"index\.html is missing; extra\.txt was added"):
             load_checked(copy)
+
+    def test_an_unfinished_run_beside_the_report_is_mentioned(self, checkout, report, tmp_path, monkeypatch):
+        copy = tmp_path / "reports" / "checked"
+        shutil.copytree(report, copy)
+        (copy / "extra.txt").touch()  # ends it early
+        monkeypatch.chdir(tmp_path)
+        quiet = CliRunner().invoke(main, ["verify", "reports/checked"])
+        assert ".unfinished" not in quiet.stderr
+        other = copy.with_name("checked.unfinished")
+        other.mkdir()
+        (other / "manifest.json").write_text(json.dumps({"notebooks": {"01_echo": {"reason": "it broke"}}}))
+        done = CliRunner().invoke(main, ["verify", "reports/checked"])
+        note = "note: reports/checked.unfinished lies beside it and is not finished (01_echo: it broke)\n"
+        assert done.stderr == note + quiet.stderr
+        shutil.rmtree(copy)
+        done = CliRunner().invoke(main, ["verify", "reports/checked"])
+        assert done.exit_code == 2
+        expected = "checked is not there, but checked.unfinished is, which is not finished (01_echo: it broke)"
+        assert expected in done.stderr
 
     def test_leaves_are_compared_exactly(self):
         old = {"a": [1, 0.1, "nan"], "b": {}, "c": True, "gone": 1}

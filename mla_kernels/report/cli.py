@@ -21,7 +21,7 @@ import click
 from mla_kernels.report.errors import ReportError
 from mla_kernels.report.execute import Outcome, Progress
 from mla_kernels.report.files import repository_root
-from mla_kernels.report.parameters import Notebook, choose, describe, load_profile, notebooks_in, settle
+from mla_kernels.report.parameters import Notebook, describe, load_profile, notebooks_in
 from mla_kernels.report.runner import TIME_LIMIT, Plan, Reporter, plan_run, run_report, state_of
 
 __all__ = ["main"]
@@ -166,10 +166,13 @@ def verify(report: Path, time_limit: float) -> None:
 
     REPORT is the folder, or the name of one under reports/.
     """
-    from mla_kernels.report.verify import verify_report
+    from mla_kernels.report.verify import unfinished_beside, verify_report
 
-    if not report.exists() and (repository_root() / "reports" / report).exists():
-        report = repository_root() / "reports" / report
+    named = repository_root() / "reports" / report
+    if not report.exists() and (named.exists() or unfinished_beside(named)):
+        report = named
+    if report.exists() and (other := unfinished_beside(report)):
+        click.echo(f"note: {other} lies beside it and {state_of(other)}", err=True)
     result = verify_report(report, time_limit=time_limit, reporter=Terminal())
     if result.environment:
         click.echo("\nThis environment is not the one of the report:")
@@ -229,13 +232,12 @@ def list_command(reports_dir: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the values as JSON, as papermill takes them.")
 def schema(notebook: str, profile: str, parameters: tuple[str, ...], as_json: bool) -> None:
     """Show what a notebook's parameters are, may be, and would be in a run."""
+    plan = plan_run([notebook], profile=profile, parameters=parameters)
+    chosen = plan.notebooks[0]
+    values = plan.parameters[chosen.name]
     if as_json:
-        plan = plan_run([notebook], profile=profile, parameters=parameters)
-        click.echo(json.dumps(plan.parameters[plan.notebooks[0].name]))
+        click.echo(json.dumps(values))
         return
-    folder = repository_root() / "notebooks"
-    chosen = choose([notebook], folder)[0]
-    values = settle([chosen], {}, parameters)[chosen.name]
     click.echo(f"{chosen.name}: {chosen.title}\n")
     for name, entry in chosen.schema.items():
         click.echo(f"{name} = {json.dumps(values[name])}")

@@ -64,9 +64,12 @@ class Notebook:
     @functools.cached_property
     def cells(self) -> list[dict[str, Any]]:
         try:
-            return list(json.loads(self.path.read_text(encoding="utf-8"))["cells"])
-        except (OSError, ValueError, KeyError) as error:
-            raise ReportError(f"{self.path}: expected a Jupyter notebook (format 4), but: {error}") from error
+            cells = json.loads(self.path.read_text(encoding="utf-8"))["cells"]
+            return [{**cell, "cell_type": cell["cell_type"], "source": _source(cell)} for cell in cells]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ReportError(
+                f"{self.path}: expected a Jupyter notebook (format 4), but: {type(error).__name__}: {error}"
+            ) from error
 
     @functools.cached_property
     def title(self) -> str:
@@ -109,7 +112,10 @@ class Notebook:
             raise ReportError(f"{self.name}: its parameters are not described: expected the file {path}") from None
         except ValueError as error:
             raise ReportError(f"{path}: expected JSON, but: {error}") from error
-        return {key: value for key, value in loaded["properties"].items() if key not in RUNNER_PARAMETERS}
+        properties = loaded.get("properties") if isinstance(loaded, dict) else None
+        if not isinstance(properties, dict) or not all(isinstance(entry, dict) for entry in properties.values()):
+            raise ReportError(f"{path}: expected a JSON Schema object with `properties`, got {str(loaded)[:200]}")
+        return {key: value for key, value in properties.items() if key not in RUNNER_PARAMETERS}
 
 
 def _source(cell: Mapping[str, Any]) -> str:
@@ -152,6 +158,25 @@ def choose(asked: Sequence[str], folder: Path) -> list[Notebook]:
     return chosen
 
 
+@functools.cache
+def _text_loader() -> Any:
+    """YAML's loader that leaves every scalar text, but refuses a key that is given twice (YAML takes the last)."""
+    import yaml
+
+    class TextLoader(yaml.BaseLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[Any, int] = {}
+            for key_node, _ in node.value:
+                key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+                line = key_node.start_mark.line + 1
+                if key is not None and key in lines:
+                    raise yaml.YAMLError(f"the key {key!r} is given twice, in line {lines[key]} and in line {line}")
+                lines[key] = line
+            return dict(super().construct_mapping(node, deep))
+
+    return TextLoader
+
+
 def load_profile(profile: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Notebook name -> parameters, from `params/<profile>.yaml` in `folder` or from the path of a YAML file.
 
@@ -161,12 +186,12 @@ def load_profile(profile: str, folder: Path) -> dict[str, dict[str, Any]]:
 
     path = Path(profile) if profile.endswith((".yaml", ".yml")) else folder / "params" / f"{profile}.yaml"
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_text_loader())
     except FileNotFoundError:
         known = [file.stem for file in sorted((folder / "params").glob("*.yaml"))]
         raise ReportError(f"profile: {profile!r} is not there ({path}); {nearest(profile, known)}") from None
-    except yaml.YAMLError as error:
-        raise ReportError(f"{path}: expected YAML, but: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ReportError(f"{path}: expected YAML, but: {' '.join(str(error).split())}") from error
     loaded = loaded or {}
     if not isinstance(loaded, dict) or not all(isinstance(entry or {}, dict) for entry in loaded.values()):
         raise ReportError(f"{path}: expected a mapping `notebook: {{parameter: value}}`, got {str(loaded)[:200]}")
@@ -262,7 +287,13 @@ def _describe_type(schema: Mapping[str, Any]) -> str:
         inner = _describe_type(schema["items"])
         head = next((word for word in PLURALS if inner.startswith(word)), "")
         return f"a list of {count}" + (PLURALS[head] + inner.removeprefix(head) if head else f"values, each {inner}")
-    words = {"integer": "an integer", "number": "a finite number", "string": "text", "boolean": "true or false"}
+    words = {
+        "integer": "an integer",
+        "number": "a finite number",
+        "string": "text",
+        "boolean": "true or false",
+        "object": "a mapping",
+    }
     return words.get(kind, f"a {kind}") + _describe_range(schema)
 
 
@@ -345,7 +376,7 @@ def _parse_collection(text: str, kind: str) -> Any:
     if text[:1] == "(" and text[-1:] == ")":
         text = f"[{text[1:-1]}]"
     try:
-        return yaml.load(text, Loader=yaml.BaseLoader)
+        return yaml.load(text, Loader=_text_loader())
     except yaml.YAMLError:
         return None
 

@@ -17,7 +17,7 @@ from mla_kernels.report.parameters import Notebook, settle
 from mla_kernels.report.provenance import environment_differences
 from mla_kernels.report.runner import FINISHED, TIME_LIMIT, Plan, Reporter, ReportRun, run_report, state_of
 
-__all__ = ["Difference", "Verification", "differences", "edited_files", "verify_report"]
+__all__ = ["Difference", "Verification", "differences", "edited_files", "unfinished_beside", "verify_report"]
 
 MISSING = "(not there)"
 
@@ -56,6 +56,12 @@ def edited_files(report: Path) -> list[str]:
     return found + [f"{name} was added" for name in sorted(there - set(recorded))]
 
 
+def unfinished_beside(report: Path) -> Path | None:
+    """The folder of a run of the same name that did not finish, or still goes on."""
+    path = report.parent / f"{report.name}.unfinished"
+    return path if report.name and path.is_dir() else None
+
+
 def load_report(report: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(manifest, results) of a finished report that nobody has edited.
 
@@ -63,6 +69,8 @@ def load_report(report: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         ReportError: naming what is wrong with it.
     """
     state = state_of(report)
+    if not report.exists() and (other := unfinished_beside(report)):
+        state += f", but {other.name} is, which {state_of(other)}"
     if state:
         raise ReportError(
             f"REPORT: {report} {state}: nothing to verify; run it with `python -m mla_kernels.report run`"
