@@ -9,12 +9,13 @@ reads them checks them. Every message holds the argument's name, what was expect
 from __future__ import annotations
 
 import math
+import numbers
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["TARGET_OF_CAPABILITY", "check_decode", "check_scale", "check_target"]
+__all__ = ["TARGET_OF_CAPABILITY", "check_decode", "check_outputs", "check_scale", "check_splits", "check_target"]
 
 D_NOPE, D_ROPE, D = 512, 64, 576
 MAX_HEADS = 128
@@ -22,6 +23,9 @@ MAX_QUERY_TOKENS = 8
 MAX_SPLITS = 128
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 INPUT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+# What the call writes: .to() or .contiguous() would make a copy, which would be written and thrown away.
+WRITTEN = ("out", "lse", "workspace")
+ALLOCATE = "allocate it so"
 
 #: CUDA compute capability to the target that serves it. A pair that is not here never reaches a launch.
 TARGET_OF_CAPABILITY = {(9, 0): "sm90a", (10, 0): "sm100a"}
@@ -72,8 +76,36 @@ def check_target(device: torch.device, targets: tuple[str, ...], capability: tup
         )
 
 
+def _check_number(name: str, value: object, expected: str = "a number") -> None:
+    """TypeError for what torch would not take as a number; torch's own symbols stand for numbers while it traces."""
+    if not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        way_out = f"pass float({name})" if isinstance(value, str) else f"leave {name} out for 1.0"
+        if name == "sm_scale":
+            way_out = "usually (128 + 64) ** -0.5 of the unabsorbed head"
+        _fail(TypeError, name, expected, "None" if value is None else type(value).__name__, way_out)
+
+
+def check_splits(value: object) -> None:
+    """TypeError for what is neither an integer nor None. A float is refused even where it is whole."""
+    if value is not None and not isinstance(value, (numbers.Integral, torch.SymInt)):
+        got = f"{type(value).__name__} {value!r}"
+        way_out = "pass int(num_kv_splits)" if isinstance(value, (numbers.Real, str)) else "leave it out"
+        _fail(TypeError, "num_kv_splits", "an integer, or None for the automatic plan", got, way_out)
+    if torch.compiler.is_compiling():
+        return  # it may be a symbol now; the target checks it when it runs
+    if value is not None and not 1 <= value <= MAX_SPLITS:  # type: ignore[operator]
+        _fail(
+            ValueError,
+            "num_kv_splits",
+            f"1 to {MAX_SPLITS}, or None for the automatic plan",
+            value,
+            "a row never gets more splits than it has tiles of 64 tokens",
+        )
+
+
 def check_scale(name: str, value: float) -> None:
-    """A scale is a finite number above 0 that stays so in fp32; ValueError otherwise."""
+    """A scale is a finite number above 0 that stays so in fp32; TypeError or ValueError otherwise."""
+    _check_number(name, value, "a number or a tensor of one fp32 element")
     stored = torch.tensor(value, dtype=torch.float32).item() if math.isfinite(value) else value
     if not (math.isfinite(stored) and stored > 0.0):
         _fail(
@@ -91,15 +123,37 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        _fail(TypeError, name, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor")
+        way_out = "allocate one" if name in WRITTEN else "convert it with torch.as_tensor"
+        _fail(TypeError, name, "a torch.Tensor", "None" if value is None else type(value).__name__, way_out)
+
+
+def check_outputs(out: object, lse: object) -> None:
+    """What the out-variant writes are tensors: it has no place of its own to write to. TypeError otherwise."""
+    for name, value in (("out", out), ("lse", lse)):
+        if value is None:
+            _fail(TypeError, name, "a torch.Tensor", "None", "allocate one, or call mla_decode, which does")
 
 
 def _check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, why: str = "") -> None:
     if tensor.dtype != dtype:
-        way_out = f"pass {name}.to(torch.{_dtype_name(dtype)})"
+        way_out = ALLOCATE if name in WRITTEN else f"pass {name}.to(torch.{_dtype_name(dtype)})"
+        if name in ("q_pe", "kv_cache"):
+            way_out = _way_to_one_dtype(name, tensor.dtype, dtype)
         if tensor.dtype == torch.uint8 and dtype == torch.float8_e4m3fn:
             way_out = f"pass {name}.view(torch.float8_e4m3fn) if its bytes are e4m3 codes"
         _fail(TypeError, name, f"{_dtype_name(dtype)}{why}", _dtype_name(tensor.dtype), way_out)
+
+
+def _way_to_one_dtype(name: str, got: torch.dtype, expected: torch.dtype) -> str:
+    """Codes and real values differ by a scale, which .to() alone would drop."""
+    scale = "kv_scale" if name == "kv_cache" else "q_scale"
+    if expected == torch.float8_e4m3fn:
+        return f"quantise the real values, (real / {scale}).clamp(-448, 448).to(torch.float8_e4m3fn)"
+    if got.itemsize == 1:
+        other = "the queries" if name == "kv_cache" else "q_nope"
+        real = f"{name}.to(torch.{_dtype_name(expected)}) * {scale}"
+        return f"quantise {other} to e4m3 (q / q_scale), or dequantise {name}: {real}"
+    return f"pass {name}.to(torch.{_dtype_name(expected)})"
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], why: str) -> None:
@@ -109,18 +163,26 @@ def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], why: str)
 
 def _check_inner_stride(name: str, tensor: Tensor) -> None:
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        _fail(ValueError, name, "a last stride of 1", tensor.stride(-1), f"pass {name}.contiguous()")
+        way_out = ALLOCATE if name in WRITTEN else f"pass {name}.contiguous()"
+        _fail(ValueError, name, "a last stride of 1", tensor.stride(-1), way_out)
 
 
 def _check_written(name: str, tensor: Tensor) -> None:
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        _fail(
-            ValueError,
-            name,
-            "memory of its own for every element",
-            f"strides {list(tensor.stride())}",
-            "pass a real tensor, not an expanded one",
-        )
+    """From the smallest stride up, each must step over all that the smaller ones reach: then no two elements meet."""
+    dims = list(zip(tensor.stride(), tensor.shape, strict=True))
+    reached = 1
+    # Symbols have no order that a trace could keep: there every stride is compared with a single element only.
+    for stride, size in dims if torch.compiler.is_compiling() else sorted(dims):
+        if size > 1 and stride < reached and tensor.numel():
+            _fail(
+                ValueError,
+                name,
+                "memory of its own for every element",
+                f"strides {list(tensor.stride())} for shape {list(tensor.shape)}",
+                "pass a real tensor, not an expanded one or one whose rows overlap",
+            )
+        if not torch.compiler.is_compiling():
+            reached += (size - 1) * stride
 
 
 def check_decode(
@@ -144,6 +206,11 @@ def check_decode(
 
     for name, value in tensors.items():
         _check_tensor(name, value)
+    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+        if not isinstance(scale, Tensor):
+            _check_number(name, scale, "a number or a tensor of one fp32 element")
+    if not (isinstance(sm_scale, Tensor) and sm_scale.dim() == 0):
+        _check_number("sm_scale", sm_scale)
     if q_nope.dtype not in INPUT_DTYPES:
         allowed = ", ".join(_dtype_name(d) for d in INPUT_DTYPES)
         way_out = "convert it"
@@ -169,7 +236,7 @@ def check_decode(
                 name,
                 f"device {q_nope.device} as q_nope",
                 tensor.device,
-                f'pass {name}.to("{q_nope.device}")',
+                ALLOCATE if name in WRITTEN else f'pass {name}.to("{q_nope.device}")',
             )
 
     for name in ("q_nope", "q_pe", "kv_cache", "block_table", "out"):
@@ -192,16 +259,9 @@ def check_decode(
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if isinstance(scale, Tensor) and scale.numel() != 1:
             _fail(ValueError, name, "one element", list(scale.shape), "one scale serves the whole tensor")
+    check_splits(num_kv_splits)
     if torch.compiler.is_compiling():
         return  # numbers may be symbols now; the target checks them when it runs
-    if num_kv_splits is not None and not 1 <= num_kv_splits <= MAX_SPLITS:
-        _fail(
-            ValueError,
-            "num_kv_splits",
-            f"1 to {MAX_SPLITS}, or None for the automatic plan",
-            num_kv_splits,
-            "a row never gets more splits than it has tiles of 64 tokens",
-        )
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if not isinstance(scale, Tensor):
             check_scale(name, scale)

@@ -89,12 +89,13 @@ PYTHON: dict[str, tuple[Change, type[Exception], str]] = {
     "q_pe bf16": (
         put("q_pe", lambda x: x.to(BF16)),
         TypeError,
-        "q_pe: expected float8_e4m3fn as q_nope, got bfloat16; pass q_pe.to(torch.float8_e4m3fn)",
+        "q_pe: expected float8_e4m3fn as q_nope, got bfloat16; quantise the real values, (real / q_scale).clamp(",
     ),
     "bf16 q with e4m3 cache": (
         all_tensors(lambda x: x.to(BF16)),
         TypeError,
-        "kv_cache: expected bfloat16 as q_nope, got float8_e4m3fn; pass kv_cache.to(torch.bfloat16)",
+        "kv_cache: expected bfloat16 as q_nope, got float8_e4m3fn; quantise the queries to e4m3 (q / q_scale), or "
+        "dequantise kv_cache: kv_cache.to(torch.bfloat16) * kv_scale",
     ),
     "cache uint8": (
         put("kv_cache", lambda x: x.view(torch.uint8)),
@@ -111,8 +112,8 @@ PYTHON: dict[str, tuple[Change, type[Exception], str]] = {
         TypeError,
         "block_table: expected int32, got int64; pass block_table.to(torch.int32)",
     ),
-    "out fp16": (put("out", lambda x: x.half()), TypeError, "out: expected bfloat16, got float16; pass out.to("),
-    "lse fp64": (put("lse", lambda x: x.double()), TypeError, "lse: expected float32, got float64; pass lse.to("),
+    "out fp16": (put("out", lambda x: x.half()), TypeError, "out: expected bfloat16, got float16; allocate it so"),
+    "lse fp64": (put("lse", lambda x: x.double()), TypeError, "lse: expected float32, got float64; allocate it so"),
     "scale fp64": (
         put("kv_scale", torch.ones(1, dtype=torch.float64)),
         TypeError,
@@ -143,12 +144,91 @@ PYTHON: dict[str, tuple[Change, type[Exception], str]] = {
         ValueError,
         "block_table: expected a last stride of 1, got 2; pass block_table.contiguous()",
     ),
-    "out strided inside": (put("out", wide), ValueError, "out: expected a last stride of 1, got 2; pass out.contig"),
+    "out strided inside": (put("out", wide), ValueError, "out: expected a last stride of 1, got 2; allocate it so"),
     "out expanded": (
         put("out", lambda x: x[:1].expand(x.shape)),
         ValueError,
-        "out: expected memory of its own for every element, got strides [0, 512, 1]; pass a real tensor",
+        "out: expected memory of its own for every element, got strides [0, 512, 1] for shape [4, 3, 512]; pass a real",
     ),
+    "rows of out overlap": (
+        put("out", lambda x: x.as_strided((4, 3, 512), (16, 16, 1))),
+        ValueError,
+        "out: expected memory of its own for every element, got strides [16, 16, 1] for shape [4, 3, 512]; pass a real",
+    ),
+    "heads of out meet": (
+        put("out", torch.empty(20480, dtype=BF16).as_strided((4, 3, 512), (511, 4096, 1))),
+        ValueError,
+        "out: expected memory of its own for every element, got strides [511, 4096, 1] for shape [4, 3, 512]; pass",
+    ),
+    "rows of lse overlap": (
+        put("lse", lambda x: x.as_strided((4, 3), (2, 1))),
+        ValueError,
+        "lse: expected memory of its own for every element, got strides [2, 1] for shape [4, 3]; pass a real tensor",
+    ),
+    "no out": (put("out", None), TypeError, "out: expected a torch.Tensor, got None; allocate one, or call mla_decode"),
+    "no lse": (put("lse", None), TypeError, "lse: expected a torch.Tensor, got None; allocate one, or call mla_decode"),
+    "list as out": (put("out", [1.0]), TypeError, "out: expected a torch.Tensor, got list; allocate one"),
+    **{
+        f"{name} elsewhere": (
+            put(name, torch.empty(shape, dtype=dtype, device=META)),
+            ValueError,
+            f"{name}: expected device cpu as q_nope, got meta; allocate it so",
+        )
+        for name, shape, dtype in (
+            ("out", (4, 3, 512), BF16),
+            ("lse", (4, 3), torch.float32),
+            ("workspace", (9999,), torch.uint8),
+        )
+    },
+    "bf16 q_nope with e4m3 q_pe": (
+        put_two("q_nope", "kv_cache", lambda x: x.to(BF16)),
+        TypeError,
+        "q_pe: expected bfloat16 as q_nope, got float8_e4m3fn; quantise q_nope to e4m3 (q / q_scale), or dequantise "
+        "q_pe: q_pe.to(torch.bfloat16) * q_scale",
+    ),
+    "bf16 cache with e4m3 q": (
+        put("kv_cache", lambda x: x.to(BF16)),
+        TypeError,
+        "kv_cache: expected float8_e4m3fn as q_nope, got bfloat16; quantise the real values, (real / kv_scale).clamp(",
+    ),
+    "fp16 cache with bf16 q": (
+        lambda a: a.update({k: a[k].to(BF16) for k in ("q_nope", "q_pe")}, kv_cache=a["kv_cache"].half()),
+        TypeError,
+        "kv_cache: expected bfloat16 as q_nope, got float16; pass kv_cache.to(torch.bfloat16)",
+    ),
+    **{
+        f"{name} {value!r}": (
+            put(name, value),
+            TypeError,
+            f"{name}: expected a number or a tensor of one fp32 element, got {got}; {way_out}",
+        )
+        for name in ("q_scale", "kv_scale")
+        for value, got, way_out in (
+            ("2", "str", f"pass float({name})"),
+            (None, "None", f"leave {name} out for 1.0"),
+            ([1.0], "list", f"leave {name} out for 1.0"),
+        )
+    },
+    **{
+        f"sm_scale {value!r}": (
+            put("sm_scale", value),
+            TypeError,
+            f"sm_scale: expected a number, got {got}; usually (128 + 64) ** -0.5",
+        )
+        for value, got in (("x", "str"), (None, "None"), (torch.ones(2), "Tensor"))
+    },
+    **{
+        f"num_kv_splits {value!r}": (
+            put("num_kv_splits", value),
+            TypeError,
+            f"num_kv_splits: expected an integer, or None for the automatic plan, got {got}; {way_out}",
+        )
+        for value, got, way_out in (
+            (2.0, "float 2.0", "pass int(num_kv_splits)"),
+            ("3", "str '3'", "pass int(num_kv_splits)"),
+            ([2], "list [2]", "leave it out"),
+        )
+    },
     "q wants a gradient": (
         lambda a: a.update({k: a[k].to(BF16).requires_grad_(k == "q_pe") for k in ("q_nope", "q_pe", "kv_cache")}),
         ValueError,
