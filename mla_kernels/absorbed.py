@@ -123,7 +123,7 @@ def load_model(
             f"got {name!r}, which is neither"
         )
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except OSError as error:
         if Path(name).is_dir():
             raise
@@ -143,10 +143,10 @@ def load_model(
         )
     if dtype == "auto":
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    hf: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    hf: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     hf = hf.to(device).eval()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):  # a folder with weights only: prompts are token ids then
         tokenizer = None
     return Model(Path(name).name if Path(name).is_dir() else name, hf, tokenizer)
