@@ -19,7 +19,10 @@ replaced. `formats` names what each layer's cache holds:
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +105,88 @@ class Model:
         return ids
 
 
+def _missing_folder(name: str) -> FileNotFoundError:
+    path = Path(name)
+    got = f"{name!r}, which is a file" if path.is_file() else f"{name!r}, which is neither"
+    folders = [x.name for x in path.parent.iterdir() if x.is_dir()] if name and path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, folders, 1)
+    way_out = f"; the nearest folder beside it is {str(path.parent / near[0])!r}" if near else ""
+    return FileNotFoundError(
+        f"path_or_id: expected a checkpoint folder or a hub id such as {DOCUMENTED_CHOICE}, got {got}{way_out}"
+    )
+
+
+def _is_hub_id(path_or_id: str | Path) -> bool:
+    """owner/name, unless it starts as a path does or its first part is a folder here."""
+    match = re.fullmatch(r"(\w[\w.-]*)/[\w.-]+", path_or_id) if isinstance(path_or_id, str) else None
+    return match is not None and not Path(match[1]).is_dir()
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    """ValueError for a device that torch does not have here, or that the operator does not know."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        wanted = None
+    here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    if wanted is None or (wanted.type if wanted.type != "cuda" else f"cuda:{wanted.index or 0}") not in here:
+        raise ValueError(
+            f"device: expected one of those that torch has here, {', '.join(here)}, got {str(device)!r}; "
+            'pass device="cpu", or install a torch build for your GPU'
+        )
+    return wanted
+
+
+def _check_config(folder: Path) -> None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"path_or_id: expected a checkpoint folder with config.json, got {str(folder)!r} without it; "
+            "pass the folder that holds config.json, the weights and the tokenizer"
+        )
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"path_or_id: expected JSON in {path}, got {error}; download the file again") from error
+    _check_architecture(content.get("model_type") if isinstance(content, dict) else None)
+
+
+def _check_architecture(model_type: object) -> None:
+    if model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"path_or_id: expected an architecture of {', '.join(ARCHITECTURES)} (MLA), got {model_type!r} as "
+            "model_type of its config.json; pass another checkpoint"
+        )
+
+
+def _check_weights(folder: Path) -> None:
+    """All weight files are there and whole; only their headers are read."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not any(folder.glob("pytorch_model*.bin")):
+        raise FileNotFoundError(
+            f"path_or_id: expected weights (*.safetensors) in {str(folder)!r}, got none; download them into it"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = {folder / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+        if lost := sorted(named - set(files)):
+            raise FileNotFoundError(
+                f"path_or_id: expected all weight files that {index} names, got none called {lost[0].name} "
+                f"({len(lost)} missing); download them"
+            )
+    for path in files:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"path_or_id: expected a whole safetensors file, got {path} of {path.stat().st_size} bytes ({error}); "
+                "download it again"
+            ) from error
+
+
 def load_model(
     path_or_id: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu"
 ) -> Model:
@@ -111,45 +196,53 @@ def load_model(
     CPUs are slow in bf16); what the operator sees is rounded to the cache's format regardless. Hub ids need a network
     or a filled cache; see `DOCUMENTED_CHOICE`.
 
-    Raises FileNotFoundError for a missing folder, OSError for a hub id that cannot be had, ValueError for another
-    architecture or another geometry than 512 latent and 64 rope dims.
+    owner/name is a hub id unless owner is a folder here. Without a tokenizer (UserWarning) prompts are token ids.
+
+    Raises FileNotFoundError for a missing folder, configuration or weight file, OSError for a hub id that cannot be
+    had, ValueError for a broken file, another architecture, another geometry than 512 latent and 64 rope dims, or a
+    device that is not here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    name = str(path_or_id)
-    if not Path(name).is_dir() and (isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name)):
-        raise FileNotFoundError(
-            f"path_or_id: expected a checkpoint folder or a hub id such as {DOCUMENTED_CHOICE}, "
-            f"got {name!r}, which is neither"
-        )
+    device, name = _check_device(device), str(path_or_id)
+    folder = Path(name) if name and Path(name).is_dir() else None
+    if folder is not None:
+        _check_config(folder)
+    elif not _is_hub_id(path_or_id):
+        raise _missing_folder(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except OSError as error:
-        if Path(name).is_dir():
+        if folder is not None:
             raise
         raise OSError(
             f"path_or_id: {name!r} is no folder here, and the hub did not give it ({type(error).__name__}: no network, "
             "no such name, or no permission). Use a local folder, such as data/tiny-mla, or download the checkpoint "
             f"first: hf download {name}"
         ) from error
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"path_or_id: expected an architecture of {', '.join(ARCHITECTURES)} (MLA), got {config.model_type!r}"
-        )
+    _check_architecture(config.model_type)
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (D_V, D_ROPE):
         raise ValueError(
             f"path_or_id: expected kv_lora_rank {D_V} and qk_rope_head_dim {D_ROPE}, which the kernels are written "
             f"for, got {config.kv_lora_rank} and {config.qk_rope_head_dim}"
         )
+    if folder is not None:
+        _check_weights(folder)
     if dtype == "auto":
-        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     hf: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     hf = hf.to(device).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError):  # a folder with weights only: prompts are token ids then
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"path_or_id: expected a tokenizer in {name!r}, got none that loads ({type(error).__name__}); prompts must "
+            "be token ids then, not texts",
+            UserWarning,
+            stacklevel=2,
+        )
         tokenizer = None
-    return Model(Path(name).name if Path(name).is_dir() else name, hf, tokenizer)
+    return Model(folder.name if folder is not None else name, hf, tokenizer)
 
 
 def _absorb(attention: Any, hidden: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
