@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 import nbformat
 
+from mla_kernels.report.files import write_text, write_trouble
 from mla_kernels.report.parameters import Notebook
 from mla_kernels.report.processes import end_marked
 
@@ -131,8 +133,15 @@ def execute(
         reason = f"the notebook's worker ended with exit code {worker.returncode} (see logs/{raw.name})"
     if not reason or reason.startswith("AssertionError"):
         reason = _verdict(folder, notebook.name, failed=bool(reason)) or reason
+    if re.search(rf"No space left on device: '{re.escape(str(folder))}", reason):
+        reason = write_trouble(OSError(errno.ENOSPC, ""), folder)
     if output.exists():
-        _tidy(output)
+        try:
+            _tidy(output)
+        except OSError as error:
+            reason = reason or write_trouble(error, folder)
+        except ValueError as error:
+            reason = reason or f"{output.name} is damaged: {type(error).__name__}: {str(error)[:200]}"
     if raw.exists() and not raw.stat().st_size:
         raw.unlink()
     return Outcome(
@@ -242,7 +251,7 @@ def _tidy(path: Path) -> None:
             cell.source = "\n".join(lines)
         if cell.cell_type == "code":
             cell.outputs = _joined(cell.outputs)
-    nbformat.write(notebook, path)
+    write_text(path, nbformat.writes(notebook) + "\n")
 
 
 def _joined(outputs: list[Any]) -> list[Any]:

@@ -33,27 +33,60 @@ __all__ = ["ReportKernel", "ReportShell", "ReportStream"]
 
 HEAD = 64_000  # characters of a cell's output that go to the notebook at once, a stream
 TAIL = 8_000  # characters of its end that follow when the cell is done
+LOG_LIMIT = 256 << 20  # bytes of a notebook's text output that are kept in its log
 BLOCK = 64_000  # in a flood, characters that are written to the log together,
 BLOCK_SECONDS = 0.1  # or what came within this time
 
 
 class Log:
-    """The full text of all cells. Written through at once, so that a crash loses nothing; in a flood, in blocks."""
+    """The full text of all cells. Written through at once, so that a crash loses nothing; in a flood, in blocks.
+
+    Of a notebook that writes more than LOG_LIMIT, the log says how much of each cell is left out.
+    """
 
     path: Path | None = None
-    heading = ""
+    trouble: OSError | None = None  # a full disk; fails the cell when it has ended, as the streams must not raise
+    _heading = ""
     _handle: int | None = None
+    _size = 0  # bytes of text so far
+    _dropped = 0  # bytes of this cell that are left out
+
+    @classmethod
+    def start_cell(cls, heading: str) -> None:
+        cls._heading, cls._dropped = f"\n── {heading}\n", 0
 
     @classmethod
     def write(cls, text: str) -> None:
         if cls.path is None or not text:
             return
-        if cls._handle is None:
-            cls.path.parent.mkdir(parents=True, exist_ok=True)
-            cls._handle = os.open(cls.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        if cls.heading:
-            text, cls.heading = f"\n── {cls.heading}\n{text}", ""
-        os.write(cls._handle, text.encode("utf-8", "replace"))
+        heading, cls._heading = cls._heading.encode("utf-8", "replace"), ""
+        data = text.encode("utf-8", "replace")
+        kept = data[: max(LOG_LIMIT - cls._size, 0)]
+        dropped = len(data) - len(kept)
+        cls._size += len(data)
+        if dropped and not cls._dropped:  # said now, since the cell may never end
+            kept += f"\n[what follows is left out: the limit of {LOG_LIMIT:,} bytes is reached]\n".encode()
+        cls._dropped += dropped
+        cls._append(heading + kept)
+
+    @classmethod
+    def end_cell(cls) -> None:
+        if cls._dropped:
+            cls._append(f"[{cls._dropped:,} bytes of this cell are left out]\n".encode())
+            cls._dropped = 0
+
+    @classmethod
+    def _append(cls, data: bytes) -> None:
+        if cls.trouble is not None or cls.path is None:
+            return
+        try:
+            if cls._handle is None:
+                cls.path.parent.mkdir(parents=True, exist_ok=True)
+                cls._handle = os.open(cls.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            while data:
+                data = data[os.write(cls._handle, data) :]
+        except OSError as error:
+            cls.trouble = OSError(error.errno, error.strerror, str(cls.path))
 
 
 class ReportStream(OutStream):
@@ -167,14 +200,15 @@ class ReportKernel(IPythonKernel):
         shell.shown = None
         streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, ReportStream)]
         lines = [line for line in code.strip().splitlines() if line.strip()] or [""]
-        Log.heading = f"In [{shell.execution_count}]: {lines[0][:100]}"
+        Log.start_cell(f"In [{shell.execution_count}]: {lines[0][:100]}")
         for stream in streams:
             stream.start_cell()
         reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
         for stream in streams:
             stream.end_cell()
-        if reply["status"] == "ok" and shell.shown is not None:
-            error = shell.shown
+        Log.end_cell()
+        error = shell.shown or Log.trouble
+        if reply["status"] == "ok" and error is not None:
             reply |= {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
         return reply
 

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_kernels.report.files import repository_root, write_json, write_text
+from mla_kernels.report.files import repository_root, write_bytes, write_json, write_text
 from mla_kernels.report.values import number_text, plain, truth
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class Page:
         csv = self._csv(data, f"{place}.csv")
         image = io.BytesIO()
         fig.savefig(image, format="png", dpi=2 * SCREEN_DPI)
-        path = self.folder / f"{place}.png"
-        path.write_bytes(image.getvalue())
+        write_bytes(self.folder / f"{place}.png", image.getvalue())
         width, height = (round(inches * SCREEN_DPI) for inches in fig.get_size_inches())
         self._figures[name] = {
             "name": name, "caption": caption, "alt": alt, "png": f"{place}.png", "csv": f"{place}.csv",

@@ -21,7 +21,7 @@ from typing import Any
 
 from mla_kernels.report.errors import ReportError
 from mla_kernels.report.execute import Outcome, Progress, execute
-from mla_kernels.report.files import file_hash, folder_lock, relative_name, repository_root, write_json
+from mla_kernels.report.files import file_hash, folder_lock, relative_name, repository_root, write_json, write_trouble
 from mla_kernels.report.parameters import Notebook, check_profile, choose, load_profile, notebooks_in, settle
 from mla_kernels.report.provenance import environment, gpu_profile, seeds_of
 
@@ -117,7 +117,8 @@ def run_report(
     run, keeps what there is, and is returned, not raised.
 
     Raises:
-        ReportError: when the name cannot be used or another process is writing this report.
+        ReportError: when the name cannot be used, another process is writing this report, or the summary cannot be
+            written (a full disk).
     """
     reporter = reporter or Reporter()
     reports = reports_dir or plan.root / "reports"
@@ -131,15 +132,20 @@ def run_report(
             shutil.rmtree(work)
         work.mkdir(parents=True)
         reporter.start(plan, work)
-        manifest = _manifest(plan, name, command)
-        write_json(work / "manifest.json", manifest)
-        outcomes = _run_all(plan, work, manifest, time_limit, fail_fast, reporter)
-        _write_summary(plan, work, final, manifest, outcomes)
-        if not all(outcome.finished for outcome in outcomes):
-            return ReportRun(work, tuple(outcomes))
-        hashes = {p.relative_to(work).as_posix(): file_hash(p) for p in sorted(work.rglob("*")) if p.is_file()}
-        write_json(work / FINISHED, {"finished": _now(), "sha256": hashes})
-        _replace(work, final, old)
+        try:
+            manifest = _manifest(plan, name, command)
+            write_json(work / "manifest.json", manifest)
+            outcomes = _run_all(plan, work, manifest, time_limit, fail_fast, reporter)
+            _write_summary(plan, work, final, manifest, outcomes)
+            if not all(outcome.finished for outcome in outcomes):
+                return ReportRun(work, tuple(outcomes))
+            hashes = {p.relative_to(work).as_posix(): file_hash(p) for p in sorted(work.rglob("*")) if p.is_file()}
+            write_json(work / FINISHED, {"finished": _now(), "sha256": hashes})
+            _replace(work, final, old)
+        except OSError as error:
+            raise ReportError(
+                f"not finished: {write_trouble(error, reports)}; what there is: {work}", exit_code=1
+            ) from error
     return ReportRun(final, tuple(outcomes))
 
 
@@ -240,6 +246,11 @@ def _render(plan: Plan, notebook: Notebook, work: Path, manifest: Mapping[str, A
         )
     except KeyboardInterrupt:
         return replace(outcome, finished=False, interrupted=True, reason="interrupted while its page was rendered")
+    except OSError as error:
+        return replace(outcome, finished=False, reason=outcome.reason or write_trouble(error, work))
+    except ValueError as error:
+        reason = f"its page could not be rendered: {type(error).__name__}: {str(error)[:200]}"
+        return replace(outcome, finished=False, reason=outcome.reason or reason)
     return outcome
 
 

@@ -9,6 +9,7 @@ that the runner is gone, and everything goes with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,9 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
+from papermill.iorw import papermill_io
 
+from mla_kernels.report.files import write_text
 from mla_kernels.report.processes import MARK, end_marked
 
 __all__ = ["main"]
@@ -46,6 +49,18 @@ class State:
 
 def emit(**event: Any) -> None:
     print(json.dumps(event), file=State.events, flush=True)
+
+
+class Output:
+    """Where papermill saves the notebook, after every cell: atomically, or a full disk leaves half a notebook."""
+
+    @staticmethod
+    def write(text: str, path: str) -> None:
+        write_text(Path(path), text, sync=False)
+
+    @staticmethod
+    def pretty_path(path: str) -> str:
+        return path
 
 
 class WatchedManager(AsyncKernelManager):
@@ -137,6 +152,7 @@ def _kernelspec(folder: Path, job: dict[str, Any]) -> None:
 
 
 def _run(job: dict[str, Any]) -> None:
+    papermill_io.register(job["output"], Output)
     notebook = papermill.execute_notebook(
         job["input"],
         job["output"],
@@ -174,7 +190,7 @@ def _mark_partial(job: dict[str, Any], reason: str) -> None:
     for cell in notebook.cells:
         if cell.metadata.get("papermill", {}).get("exception"):
             cell.outputs.append(nbformat.v4.new_output("error", ename="NotFinished", evalue=reason, traceback=[reason]))
-    nbformat.write(notebook, output)
+    write_text(output, nbformat.writes(notebook) + "\n")
 
 
 def main() -> int:
@@ -191,7 +207,8 @@ def main() -> int:
         except Exception as error:
             dead = isinstance(error, DeadKernelError) or State.stop_reason or State.exit_code is not None
             reason = State.stop_reason or (_died() if dead else f"{type(error).__name__}: {error}")
-            _mark_partial(job, reason)
+            with contextlib.suppress(OSError):  # the disk is full: the reason is told all the same
+                _mark_partial(job, reason)
             emit(event="failed", reason=reason)
     State.done = True
     return 0
