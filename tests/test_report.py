@@ -326,6 +326,32 @@ class TestParameters:
             assert entry["description"].endswith("."), name
             assert describe(entry)
 
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            (
+                "03_layer_outputs.formats=[e5m2, e4m3_token]",
+                "expected a list of one or more different values, each one of e4m3, e4m3_token, e4m3_group128, e5m2, "
+                "with e4m3 among them, got '[e5m2, e4m3_token]'",
+            ),
+            ("03_layer_outputs.formats=[e4m3, e4m3]", "with e4m3 among them, got '[e4m3, e4m3]'"),
+            (
+                "04_error_at_length.promote_every=[64, 100]",
+                "expected a list of 1 to 32 different integers from 32 to 131072, divisible by 32, got '[64, 100]': "
+                "100 at [1] is not allowed",
+            ),
+            (
+                "04_error_at_length.lengths=512,512",
+                "expected a list of 1 to 32 different integers from 1 to 131072, got '512,512'",
+            ),
+            ("04_error_at_length.model_lengths=512,512", "different integers from 1 to 131072, got '512,512'"),
+        ],
+    )
+    def test_what_a_notebook_needs_stands_in_its_schema_and_in_the_message(self, given, words):
+        with pytest.raises(ReportError) as refused:
+            settle(notebooks_in(ROOT / "notebooks"), {}, [given])
+        assert words in str(refused.value)
+
     @pytest.mark.parametrize("profile", ["smoke", "cpu", "h200"])
     def test_every_profile_is_allowed_and_names_every_notebook(self, profile):
         folder = ROOT / "notebooks"

@@ -284,9 +284,12 @@ def _describe_type(schema: Mapping[str, Any]) -> str:
         low, high = schema.get("minItems"), schema.get("maxItems")
         count = "" if not low else "one or more " if low == 1 else f"at least {low} "
         count = f"{low} to {high} " if low is not None and high is not None else count
+        count += "different " if schema.get("uniqueItems") else ""
         inner = _describe_type(schema["items"])
         head = next((word for word in PLURALS if inner.startswith(word)), "")
-        return f"a list of {count}" + (PLURALS[head] + inner.removeprefix(head) if head else f"values, each {inner}")
+        needed = f", with {schema['contains']['const']} among them" if "contains" in schema else ""
+        items = PLURALS[head] + inner.removeprefix(head) if head else f"values, each {inner}"
+        return f"a list of {count}{items}{needed}"
     words = {
         "integer": "an integer",
         "number": "a finite number",
@@ -300,8 +303,9 @@ def _describe_type(schema: Mapping[str, Any]) -> str:
 def _describe_range(schema: Mapping[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    step = f", divisible by {schema['multipleOf']}" if "multipleOf" in schema else ""
     if low is not None and high is not None:
-        return f" from {low} to {high}"
+        return f" from {low} to {high}{step}"
     ends = (
         ("of at least", low),
         ("above", above),
@@ -309,7 +313,7 @@ def _describe_range(schema: Mapping[str, Any]) -> str:
         ("below", below),
     )
     text = " and".join(f" {word} {end}" for word, end in ends if end is not None)
-    return text + (f" matching {schema['pattern']}" if "pattern" in schema else "")
+    return text + step + (f" matching {schema['pattern']}" if "pattern" in schema else "")
 
 
 def convert(value: Any, schema: Mapping[str, Any], where: str) -> Any:
