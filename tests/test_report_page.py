@@ -168,6 +168,30 @@ class TestInTheBrowser:
         scrolls = "(b => b.scrollWidth > b.clientWidth && getComputedStyle(b).overflowX == 'auto')"
         assert browser.evaluate(f"[...document.querySelectorAll('.mla-table')].some({scrolls})")
 
+    @pytest.mark.parametrize("width", [1280, 390])
+    def test_provenance_is_not_cut_by_a_long_hash(self, folder, browser, tmp_path, width):
+        """As in a git checkout, whose commit is a word of 40 characters; the SHA-256 are words of 64."""
+        text = (folder / "index.html").read_text()
+        assert text.count("not a git checkout") == 1
+        (tmp_path / "index.html").write_text(text.replace("not a git checkout", "0123456789" * 4))
+        browser.viewport(width)
+        browser.open(tmp_path / "index.html")
+        browser.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        boxes = "[...document.querySelectorAll('.provenance .mla-table')]"
+        assert browser.evaluate(f"{boxes}.length") == 4
+        assert browser.evaluate(f"{boxes}.filter(b => b.scrollWidth > b.clientWidth).map(b => b.ariaLabel)") == []
+
+    @pytest.mark.parametrize("width", [1280, 390])
+    def test_all_parameters_are_in_sight(self, folder, browser, tmp_path, width):
+        text = (folder / "01_first.html").read_text()
+        row = re.search(r"<tr><td><code>seed</code>.*?</tr>", text).group()
+        (tmp_path / "page.html").write_text(text.replace(row, row.replace("Seed of all.", "What it is. " * 12) * 20))
+        browser.viewport(width)
+        browser.open(tmp_path / "page.html")
+        box = "document.querySelector('.mla-table[aria-label=Parameters]')"
+        assert browser.evaluate(f"{box}.scrollHeight") > 600
+        assert browser.evaluate(f"{box}.scrollHeight - {box}.clientHeight") == 0
+
     def test_print_leaves_out_what_paper_cannot_do(self, folder, browser):
         browser.viewport(800, dark=True, printed=True)
         browser.open(folder / "01_first.html")
