@@ -18,6 +18,10 @@
 #include "kernel.h"
 #include "mla/scheduler.h"
 
+#if defined(MLA_HAVE_X86_KERNELS)
+#include <cpuid.h>
+#endif
+
 namespace mla::cpu {
 namespace {
 
@@ -151,7 +155,10 @@ struct NamedKernels {
 std::vector<NamedKernels> all_kernels() {
   std::vector<NamedKernels> all{{&kernels_generic(), true}};
 #if defined(MLA_HAVE_X86_KERNELS)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  // F16C by hand: Clang's builtin does not know the name. That the system saves the registers, "avx2" has checked.
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   all.push_back({&kernels_avx2(), avx2});
   all.push_back({&kernels_avx512(), avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")});
