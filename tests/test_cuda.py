@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import hostile
@@ -15,8 +16,9 @@ from hostile import same_bits
 from torch import Tensor
 
 from mla_kernels import _selftest, build, checks, ops, studies, toolchain
-from mla_kernels.cases import CASES, SM_SCALE, Case, Inputs, inputs_from, make_inputs, run_case
-from mla_kernels.metrics import gain_minus_1, relative_error
+from mla_kernels.cases import CASES, SM_SCALE, Case, Inputs, inputs_from, make_inputs, run_case, select
+from mla_kernels.metrics import gain_minus_1, max_abs_error, relative_error
+from mla_kernels.reference import KERNEL, KERNEL_SM90A, attention
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TARGETS = ("cpu", "sm90a")
@@ -107,6 +109,43 @@ def test_self_test_tells_what_it_did_not_run(monkeypatch: pytest.MonkeyPatch) ->
         "cpu": "passed on cpu",
         "sm90a": f"not run: no CUDA: torch {torch.__version__} is built without it",
     }
+
+
+# Case: largest |lse − format's lse|, and ‖kernel − stage‖ / ‖stage‖ with the stage in fp32 and wider (`KERNEL`).
+# Recorded: NVIDIA H200, driver 580.159.04, torch 2.11.0+cu130, 2026-11-30.
+RECORDED = {
+    ("correctness", "zero_mean-128"): (1.0373e-03, 5.1385e-03),
+    ("correctness", "shifted_mean-128"): (2.2350e-03, 2.7997e-03),
+    ("correctness", "shifted_mean-1024"): (1.0609e-03, 1.9568e-03),
+    ("correctness", "outlier_channels-128"): (4.2061e-02, 5.5416e-03),
+    ("correctness", "long_tail-128"): (7.2444e-03, 2.9038e-03),
+    ("correctness", "splits-16"): (8.5333e-04, 7.7564e-03),
+    ("correctness", "s_q-8"): (2.9165e-03, 6.8679e-03),
+    ("correctness", "scales-3-2"): (6.6913e-04, 1.0330e-02),
+    ("corner", "h_q-127"): (4.4221e-03, 5.8493e-03),
+    ("corner", "q_std-100-splits4-e4m3"): (4.1706e-01, 1.1907e-03),
+}
+
+
+@pytest.mark.parametrize(("group", "name"), RECORDED, ids=str)
+def test_accumulator_model_gives_the_recorded_errors(group: str, name: str) -> None:
+    """What a Hopper GPU returned differs from the CPU's arithmetic by its accumulators, and by nothing else.
+
+    Both figures are reproduced to 1 %: the largest lse error, and how far the outputs lie from the stage without
+    accumulators. The kernel's exponentials and sums in fp32 (2⁻²²), and the bf16 outputs that they flip, are left.
+    """
+    lse_error, implementation_error = RECORDED[group, name]
+    (case,) = select(group, name=name)
+    given = make_inputs(case)
+    run = partial(
+        attention, given.q_stored, given.kv_stored, given.seq_lens, sm_scale=given.sm_scale, q_scale=given.q_scale,
+        kv_scale=given.kv_scale, num_kv_splits=given.num_kv_splits,
+    )  # fmt: skip
+    _, lse = run()
+    wide, _ = run(rounding=KERNEL)
+    narrow, narrow_lse = run(rounding=KERNEL_SM90A)
+    assert max_abs_error(narrow_lse, lse) == pytest.approx(lse_error, rel=1e-2)
+    assert relative_error(narrow, wide) == pytest.approx(implementation_error, rel=1e-2)
 
 
 # --- on a GPU ---
