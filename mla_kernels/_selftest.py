@@ -15,6 +15,7 @@ import torch
 
 PAGE, LENGTHS, HEADS = 16, (70, 0, 1), 3  # two tiles of 64, a row without tokens, a single token
 FORMATS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+FORMATS_OF = {"cpu": ("bf16", "e4m3"), "sm90a": ("e4m3",)}  # what a target takes; others: e4m3
 
 # The logits are whole multiples of ln 2, so every P is a power of two, exact in e4m3 and bf16 alike. The answer then
 # differs from float64 by fp32 sums (far under 1e-5 of the sum of weight x |v|) and the last rounding to bf16 (2**-9;
@@ -86,20 +87,24 @@ def _faults(name: str, dtype: torch.dtype, device: torch.device) -> Iterable[str
             yield f"row of {length} tokens: lse({head},) is {got_lse[row, head]:.6g}, {want_lse[head]:.6g} is right"
 
 
-def _devices(targets: Iterable[str], device_targets: dict[tuple[int, int], str]) -> list[torch.device]:
-    devices = [torch.device("cpu")] if "cpu" in targets else []
+def devices(targets: Iterable[str], device_targets: dict[tuple[int, int], str]) -> dict[str, torch.device | None]:
+    """For each target the device that it is tested on: the first one here that it runs on, or None."""
+    found: dict[str, torch.device | None] = {}
     for target in targets:
+        found[target] = torch.device("cpu") if target == "cpu" else None
         for index in range(torch.cuda.device_count() if target != "cpu" else 0):
             if device_targets.get(torch.cuda.get_device_capability(index)) == target:
-                devices.append(torch.device("cuda", index))
+                found[target] = torch.device("cuda", index)
                 break
-    return devices
+    return found
 
 
 def self_test(targets: Iterable[str], device_targets: dict[tuple[int, int], str]) -> list[str]:
     """Faults of the registered kernels, one line each; empty if right. Targets without a device here are not run."""
     faults = []
-    for device in _devices(tuple(targets), device_targets):
-        for name, dtype in FORMATS.items():
-            faults += [f"{device}, {name}: {fault}" for fault in _faults(name, dtype, device)]
+    for target, device in devices(targets, device_targets).items():
+        if device is None:
+            continue
+        for name in FORMATS_OF.get(target, ("e4m3",)):
+            faults += [f"{device}, {name}: {fault}" for fault in _faults(name, FORMATS[name], device)]
     return faults

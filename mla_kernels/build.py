@@ -301,8 +301,9 @@ def load(built: Built | None = None, *, targets: Sequence[str] = ("cpu",), **bui
     May be called again with another build, which then answers in place of the one before: after an edit of csrc/,
     calling it again in the same process gives the new code. The first load of a build runs the self-test: outputs
     filled with NaN, a small case with a known answer, on the CPU and on one present GPU of each built target. It takes
-    milliseconds. A library that fails is unloaded and raises BuildError; whatever answered before answers again. No GPU
-    and no driver are needed.
+    milliseconds; info["self_test"] says for each target where it passed, or why it was not run (no such GPU here). A
+    library that fails is unloaded and raises BuildError; whatever answered before answers again. No GPU and no driver
+    are needed.
     """
     if built is None:
         built = build(targets, **build_options)
@@ -344,6 +345,10 @@ def _activate(built: Built) -> None:
     except Exception as error:
         faults = [f"{type(error).__name__}: {error}"]
     if not faults:
+        built.info["self_test"] = _tested(built.targets)
+        for target, words in built.info["self_test"].items():
+            if words.startswith("not run"):
+                _say(f"{target} is loaded; its self-test is {words}")
         return
     if not _close(path):  # it stays registered, in front of the one from before
         if _process.built is not None:
@@ -396,6 +401,16 @@ def _self_test(targets: Sequence[str]) -> list[str]:
     from mla_kernels import _selftest
 
     return _selftest.self_test(targets, toolchain.DEVICE_TARGETS)
+
+
+def _tested(targets: Sequence[str]) -> dict[str, str]:
+    """For each target: on which device its self-test passed, or why it was not run."""
+    from mla_kernels import _selftest
+
+    found = _selftest.devices(targets, toolchain.DEVICE_TARGETS)
+    return {
+        name: f"passed on {device}" if device else f"not run: {_devices_text(name)}" for name, device in found.items()
+    }
 
 
 _OVERRIDE = re.compile(rb"^[^\n]*Warning only once for all operators.*?new kernel:[^\n]*\n", re.S | re.M)
@@ -509,7 +524,11 @@ def _main(arguments: Sequence[str] | None = None) -> int:
         print(printable(str(error)), file=sys.stderr)
         return 1
     path, log = printable(str(built.path)), printable(str(built.log))
-    print(f"{', '.join(built.targets)}: {path} passes its self-test; log: {log}")
+    tested = [name for name, words in built.info["self_test"].items() if words.startswith("passed")]
+    said = f"passes its self-test ({', '.join(tested)})" if tested else "is loaded, its self-test was not run"
+    if len(tested) == len(built.targets):
+        said = "passes its self-test"
+    print(f"{', '.join(built.targets)}: {path} {said}; log: {log}")
     return 0
 
 

@@ -307,7 +307,10 @@ def run_case(
     kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     device: torch.device | str = "cpu",
 ) -> Results:
-    """Oracle, format and stage of a case, and `kernel(**inputs.args)` where one is given; the kernel runs first."""
+    """Oracle, format and stage of a case, and `kernel(**inputs.args)` where one is given; the kernel runs first.
+
+    The stage has the rounding points of the kernel of that device: on a GPU also the tensor core's accumulators.
+    """
     inputs = make_inputs(case, device) if isinstance(case, Case) else case
     out, lse = kernel(**inputs.args) if kernel is not None else (None, None)
     if out is not None and lse is not None and out.dim() == 3:
@@ -324,7 +327,7 @@ def run_case(
         kv_scale=inputs.kv_scale,
     )
     form, format_lse = stored()
-    rounding = kernel_rounding(inputs.q_stored.dtype)
+    rounding = kernel_rounding(inputs.q_stored.dtype, inputs.q_stored.device.type)
     stage, stage_lse = stored(rounding=rounding, num_kv_splits=inputs.num_kv_splits)
     return Results(oracle, form, stage, out, oracle_lse, format_lse, stage_lse, lse)
 

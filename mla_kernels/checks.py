@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Contributors to mla-kernels
 """Argument checks of the operator, in the order arch, dtype, device, layout, shape.
 
-They look at metadata only, so they also run while a graph is traced. Lengths and page ids are values: the target that
-reads them checks them. Every message holds the argument's name, what was expected, what came, and the way out.
+They look at metadata only, so they also run while a graph is traced. Lengths and page ids are values: the CPU target
+checks them when it reads them, the CUDA targets keep inside the tensors whatever they hold. Every message holds the
+argument's name, what was expected, what came, and the way out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["TARGET_OF_CAPABILITY", "check_decode", "check_outputs", "check_scale", "check_splits", "check_target"]
+from mla_kernels import toolchain
+
+__all__ = [
+    "CUDA_INPUT_DTYPES",
+    "TARGET_OF_CAPABILITY",
+    "check_decode",
+    "check_outputs",
+    "check_scale",
+    "check_splits",
+    "check_target",
+]
 
 D_NOPE, D_ROPE, D = 512, 64, 576
 MAX_HEADS = 128
@@ -27,8 +38,12 @@ INPUT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 WRITTEN = ("out", "lse", "workspace")
 ALLOCATE = "allocate it so"
 
+#: What the kernels of the CUDA targets take.
+CUDA_INPUT_DTYPES = (torch.float8_e4m3fn,)
+CUDA_STRIDE = 16  # elements of one byte: TMA and cp.async move 16 bytes at a time
+
 #: CUDA compute capability to the target that serves it. A pair that is not here never reaches a launch.
-TARGET_OF_CAPABILITY = {(9, 0): "sm90a", (10, 0): "sm100a"}
+TARGET_OF_CAPABILITY = toolchain.DEVICE_TARGETS
 
 
 def _fail(kind: type[Exception], name: str, expected: str, got: object, way_out: str) -> NoReturn:
@@ -43,6 +58,9 @@ def check_target(device: torch.device, targets: tuple[str, ...], capability: tup
     if device.type == "cpu":
         needed: str | None = "cpu"
     elif device.type == "cuda":
+        if capability is None and not torch.cuda.is_available():
+            why = "finds no usable driver or GPU" if torch.version.cuda else "is built without CUDA"
+            _fail(RuntimeError, "q_nope", "a CUDA device", f"none: torch {torch.__version__} {why}", "use the CPU")
         pair = capability or torch.cuda.get_device_capability(device)
         needed = TARGET_OF_CAPABILITY.get(pair)
         if needed is None:
@@ -217,6 +235,14 @@ def check_decode(
         if q_nope.dtype == torch.uint8:
             way_out = "pass q_nope.view(torch.float8_e4m3fn) if its bytes are e4m3 codes"
         _fail(TypeError, "q_nope", f"one of {allowed}", _dtype_name(q_nope.dtype), way_out)
+    if q_nope.device.type == "cuda" and q_nope.dtype not in CUDA_INPUT_DTYPES:
+        _fail(
+            NotImplementedError,
+            "q_nope",
+            f"{', '.join(map(_dtype_name, CUDA_INPUT_DTYPES))} on a CUDA device",
+            _dtype_name(q_nope.dtype),
+            'encode queries and cache with mla_kernels.formats.encode(…, "e4m3"), or move the tensors to the CPU',
+        )
     _check_dtype("q_pe", q_pe, q_nope.dtype, " as q_nope")
     _check_dtype("kv_cache", kv_cache, q_nope.dtype, " as q_nope")
     _check_dtype("seq_lens", seq_lens, torch.int32)
@@ -230,6 +256,8 @@ def check_decode(
             _check_dtype(name, scale, torch.float32)
 
     for name, tensor in tensors.items():
+        if name in ("q_scale", "kv_scale") and tensor.device.type == "cpu" and q_nope.device.type == "cuda":
+            continue  # read as a number
         if tensor.device != q_nope.device:
             _fail(
                 ValueError,
@@ -242,6 +270,16 @@ def check_decode(
     for name in ("q_nope", "q_pe", "kv_cache", "block_table", "out"):
         if name in tensors:
             _check_inner_stride(name, tensors[name])
+    if kv_cache.device.type == "cuda" and not torch.compiler.is_compiling():
+        strides = [kv_cache.stride(i) for i in range(kv_cache.dim() - 1)]
+        if any(stride % CUDA_STRIDE for stride in strides):
+            _fail(
+                ValueError,
+                "kv_cache",
+                f"page and token strides that are multiples of {CUDA_STRIDE} elements on a CUDA device",
+                strides,
+                "pad the rows, or pass kv_cache.contiguous()",
+            )
     for name in ("out", "lse"):
         if name in tensors:
             _check_written(name, tensors[name])

@@ -39,6 +39,7 @@ _SCHEMAS = (
     "build_key() -> str",
     "compiled_targets() -> str",
     "cpu_workspace_size(int b, int s_q, int h_q, int capacity, int? num_kv_splits) -> int",
+    "cuda_workspace_size(int b, int s_q, int h_q, int capacity, int? num_kv_splits) -> int",
     # For tests: the plan as the kernels have it, and which instruction set the CPU target runs.
     "split_plan(int seq_len, int? num_kv_splits) -> int[]",
     "cpu_isa() -> str",
@@ -227,7 +228,8 @@ def mla_decode(
         block_table: [b, max_blocks] int32. Slots past a row's length are never read.
         sm_scale: multiplies the logits; usually 192 ** −0.5, the head dimension before absorption.
         q_scale, kv_scale: real = stored × scale, a number or one fp32 element on the device of the queries. For bf16
-            and fp16 they are ignored, with a warning.
+            and fp16 they are ignored, with a warning. An element on the GPU is read when the kernel runs, so a replayed
+            CUDA graph sees new values; one on the CPU is read at the call, like a number.
         num_kv_splits: pins the number of splits of each row (1 to 128, never more than its tiles of 64 tokens). By
             default the plan is a function of the row's length; see `split_plan`.
 
@@ -237,7 +239,14 @@ def mla_decode(
 
     Raises:
         TypeError, ValueError, NotImplementedError: from metadata, before anything runs; the message names the argument.
-        RuntimeError: no build is loaded; or a length, page id or scale found by the target is out of range.
+        RuntimeError: no build is loaded.
+        On the CPU also ValueError for a length, page id or scale that is out of range.
+
+    On a CUDA device (target sm90a: compute capability 9.0, e4m3 only, sm_scale above 0, cache address and its page and
+    token strides multiples of 16 bytes) the call is queued on the current stream and nothing is synchronised, so the
+    values of seq_lens, block_table and scales on the device cannot be refused. They never lead out of the tensors: a
+    length counts as 0 below 0 and as max_blocks × page_size above it, and a page id outside the cache stands for a page
+    of zeros. A CUDA graph may be captured, and replayed with other lengths.
     """
     arguments = _arguments(q_nope, q_pe, kv_cache, seq_lens, block_table, sm_scale, q_scale, kv_scale, num_kv_splits)
     out, lse = torch.ops.mla_kernels.mla_decode(*arguments)
@@ -263,7 +272,8 @@ def mla_decode_out(
 
     Args:
         out, lse: shapes and dtypes as returned by `mla_decode`; strides free, except that the last of out is 1.
-        workspace: 1-D, any dtype, at least `workspace_size(…)` bytes; its contents before the call do not matter.
+        workspace: 1-D, any dtype, at least `workspace_size(…)` bytes for the device (on CUDA at an address that is a
+            multiple of 256, as torch allocates it); its contents before the call do not matter. One call at a time.
     """
     checks.check_outputs(out, lse)
     arguments = _arguments(
@@ -287,14 +297,25 @@ def mla_decode_out(
     return out, lse
 
 
-def workspace_size(b: int, s_q: int, h_q: int, capacity: int, num_kv_splits: int | None = None) -> int:
-    """Bytes of workspace for a call on the CPU with any lengths up to `capacity` = max_blocks × page_size tokens.
+def workspace_size(
+    b: int,
+    s_q: int,
+    h_q: int,
+    capacity: int,
+    num_kv_splits: int | None = None,
+    device: torch.device | str = "cpu",
+) -> int:
+    """Bytes of workspace for a call with any lengths up to `capacity` = max_blocks × page_size tokens.
 
-    The same function of the loaded build sizes and runs. It is 24 MiB at the most, whatever the shape.
+    The same function of the loaded build sizes and runs. On the CPU it is 24 MiB at the most, whatever the shape. On
+    CUDA it holds fp32 partials of every split, 0 bytes for one split and else b × s_q × h_q × splits × 2056 with both
+    parts rounded up to 256, where splits is what `split_plan` gives a row of `capacity` tokens.
     """
-    checks.check_target(torch.device("cpu"), loaded_targets())
+    on = torch.device(device)
+    checks.check_target(on, loaded_targets())
     checks.check_splits(num_kv_splits)
-    return torch.ops.mla_kernels.cpu_workspace_size(b, s_q, h_q, capacity, num_kv_splits)
+    sized = torch.ops.mla_kernels.cuda_workspace_size if on.type == "cuda" else torch.ops.mla_kernels.cpu_workspace_size
+    return sized(b, s_q, h_q, capacity, num_kv_splits)
 
 
 def split_plan(seq_lens: Tensor | Sequence[int], num_kv_splits: int | None = None) -> list[list[int]]:

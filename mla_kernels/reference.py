@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -37,6 +37,7 @@ __all__ = [
     "KERNEL",
     "KERNEL_BF16",
     "KERNEL_FP16",
+    "KERNEL_SM90A",
     "Accumulator",
     "Rounding",
     "attention",
@@ -121,10 +122,15 @@ EXACT = Rounding()
 KERNEL = Rounding(p_format="e4m3", p_scale=256.0, out_format="bf16")
 KERNEL_BF16 = Rounding(p_format="bf16", out_format="bf16")
 KERNEL_FP16 = Rounding(p_format="fp16", out_format="fp16")
+# Hopper's e4m3 kernel: q · k in the tensor core for all 18 steps, P · V for the two steps of a tile, the rest fp32.
+KERNEL_SM90A = replace(KERNEL, qk_accumulator=Accumulator(), pv_accumulator=Accumulator(promote_every=64))
 
 
-def kernel_rounding(dtype: torch.dtype | str) -> Rounding:
-    """The rounding points of our kernels for inputs of `dtype` (torch dtype, or e4m3, bf16, fp16)."""
+def kernel_rounding(dtype: torch.dtype | str, device_type: str = "cpu") -> Rounding:
+    """The rounding points of our kernels for inputs of `dtype` (torch dtype, or e4m3, bf16, fp16).
+
+    On "cuda" e4m3 gives `KERNEL_SM90A`, with the tensor core's accumulators; other dtypes have no kernel there.
+    """
     table: dict[torch.dtype | str, Rounding] = {
         "e4m3": KERNEL,
         torch.float8_e4m3fn: KERNEL,
@@ -135,7 +141,8 @@ def kernel_rounding(dtype: torch.dtype | str) -> Rounding:
     }
     if dtype not in table:
         raise ValueError(f"dtype: expected e4m3, bf16 or fp16, got {dtype}")
-    return table[dtype]
+    found = table[dtype]
+    return KERNEL_SM90A if device_type == "cuda" and found is KERNEL else found
 
 
 def split_bounds(length: int, num_kv_splits: int | None = 1, block_n: int = 64) -> list[tuple[int, int]]:

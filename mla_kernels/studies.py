@@ -20,7 +20,8 @@ import pandas as pd
 import torch
 
 from mla_kernels import metrics, plots
-from mla_kernels.cases import Case, Results, inputs_from, make_inputs, run_case, select
+from mla_kernels.cases import DTYPES, Case, Results, inputs_from, make_inputs, run_case, select
+from mla_kernels.checks import CUDA_INPUT_DTYPES
 from mla_kernels.formats import FORMATS, decode, encode, round_to
 from mla_kernels.model import Comparison, Model
 from mla_kernels.ops import loaded_targets, mla_decode, split_plan
@@ -63,8 +64,15 @@ def pick_device(device: str = "auto") -> str:
     return "cuda" if device != "cpu" and gpu else "cpu"
 
 
+def _has_kernel(case: Case, device: str) -> bool:
+    return torch.device(device).type == "cpu" or DTYPES[case.dtype] in CUDA_INPUT_DTYPES
+
+
 def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequence[str] = ()) -> pd.DataFrame:
     """Every case of a group through kernel and references: a row a case, with the budget that it must meet.
+
+    On a GPU that is every case in a dtype that its kernels take: bf16 and fp16 have no row there unless named, and are
+    then refused by the operator.
 
     Columns: case, dtype, distribution, b, s_q, h_q, longest, nonfinite, implementation_error, budget, format_error,
     stage_error, total_error, lse_error (largest absolute difference to the format reference's lse).
@@ -77,7 +85,7 @@ def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequen
                 f"names: no case {name!r} in group {group!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
     rows = []
-    for case in [chosen[name] for name in names] or chosen.values():
+    for case in [chosen[name] for name in names] or [case for case in chosen.values() if _has_kernel(case, device)]:
         result = run_case(case, mla_decode, device)
         assert result.kernel is not None
         assert result.kernel_lse is not None

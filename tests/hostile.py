@@ -28,7 +28,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def poison(x: Tensor) -> Tensor:
     """x, every byte 0xFF: NaN in every float format. Works for strided views."""
-    x.copy_(torch.full(x.shape, -1, dtype=BITS[x.element_size()]).view(x.dtype))
+    x.copy_(torch.full(x.shape, -1, dtype=BITS[x.element_size()], device=x.device).view(x.dtype))
     return x
 
 
@@ -36,8 +36,8 @@ def mla_decode(q_nope: Tensor, *args: Any, num_kv_splits: int | None = None, **k
     """`ops.mla_decode` through the out-variant, into poisoned, strided memory; the memory around must stay poisoned."""
     dtype = torch.float16 if q_nope.dtype == torch.float16 else torch.bfloat16
     *lead, h_q, _ = q_nope.shape
-    out_all = poison(torch.empty(*lead, h_q + 1, 520, dtype=dtype))
-    lse_all = poison(torch.empty(*lead, h_q + 1, 2))
+    out_all = poison(torch.empty(*lead, h_q + 1, 520, dtype=dtype, device=q_nope.device))
+    lse_all = poison(torch.empty(*lead, h_q + 1, 2, device=q_nope.device))
     kv_cache, block_table = args[1:4:2] if len(args) == 4 else (kwargs["kv_cache"], kwargs["block_table"])
     size = ops.workspace_size(
         lead[0],
@@ -45,8 +45,9 @@ def mla_decode(q_nope: Tensor, *args: Any, num_kv_splits: int | None = None, **k
         h_q,
         block_table.shape[1] * kv_cache.shape[1],
         num_kv_splits,
+        q_nope.device,
     )
-    space = poison(torch.empty(size + 64, dtype=torch.uint8))
+    space = poison(torch.empty(size + 64, dtype=torch.uint8, device=q_nope.device))
     out, lse = out_all[..., :h_q, :512], lse_all[..., :h_q, 0]
     ops.mla_decode_out(q_nope, *args, num_kv_splits=num_kv_splits, out=out, lse=lse, workspace=space[:size], **kwargs)
     assert bool((bits(out_all[..., :h_q, 512:]) == -1).all()), "wrote past the 512 dims of out"

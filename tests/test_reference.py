@@ -360,6 +360,13 @@ def test_kernel_rounding(dtype: Any) -> None:
     assert rounding.p_scale == (256.0 if "8_e4m3" in str(dtype) or dtype == "e4m3" else 1.0)
     assert rounding.block_n == 64
     assert rounding.pv_accumulator is None
+    on_gpu = kernel_rounding(dtype, "cuda")
+    if rounding.p_format == "e4m3":
+        assert on_gpu == replace(
+            rounding, qk_accumulator=Accumulator(13, 32), pv_accumulator=Accumulator(13, 32, promote_every=64)
+        )
+    else:
+        assert on_gpu is rounding
 
 
 def args(**changes: Any) -> dict[str, Any]:

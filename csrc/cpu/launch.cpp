@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernel.h"
+#include "mla/make_params.h"
 #include "mla/scheduler.h"
 
 #if defined(MLA_HAVE_X86_KERNELS)
@@ -80,45 +81,11 @@ float read_scale(const TensorView* t, double value) {
   return stored;
 }
 
-void copy3(int64_t* to, const int64_t* from) {
-  for (int i = 0; i < 3; ++i) to[i] = from[i];
-}
-
-DecodeParams make_params(const DecodeArguments& a) {
-  DecodeParams p{};
-  p.q_nope = a.q_nope.data;
-  p.q_pe = a.q_pe.data;
-  copy3(p.q_nope_stride, a.q_nope.stride);
-  copy3(p.q_pe_stride, a.q_pe.stride);
-  p.kv_cache = a.kv_cache.data;
-  p.num_blocks = a.kv_cache.size[0];
-  p.kv_page_stride = a.kv_cache.stride[0];
-  p.kv_token_stride = a.kv_cache.stride[1];
-  while ((int64_t{1} << p.page_size_log2) < a.kv_cache.size[1]) ++p.page_size_log2;
-  p.seq_lens = static_cast<const int32_t*>(a.seq_lens.data);
-  p.seq_lens_stride = a.seq_lens.stride[0];
-  p.block_table = static_cast<const int32_t*>(a.block_table.data);
-  p.block_table_stride = a.block_table.stride[0];
-  p.max_blocks = a.block_table.size[1];
-  p.out = a.out.data;
-  copy3(p.out_stride, a.out.stride);
-  p.lse = static_cast<float*>(a.lse.data);
-  copy3(p.lse_stride, a.lse.stride);
-  p.b = static_cast<int>(a.q_nope.size[0]);
-  p.s_q = static_cast<int>(a.q_nope.size[1]);
-  p.h_q = static_cast<int>(a.q_nope.size[2]);
-  p.dtype = a.q_nope.dtype;
-  p.num_kv_splits = static_cast<int>(a.num_kv_splits);
-  float q_scale = 1.0f, kv_scale = 1.0f;
-  if (p.dtype == DType::kE4M3) {
-    q_scale = read_scale(a.q_scale, a.q_scale_value);
-    kv_scale = read_scale(a.kv_scale, a.kv_scale_value);
-  }
-  p.logit_scale = static_cast<float>(a.sm_scale * q_scale * kv_scale);
-  p.out_scale = kv_scale;
-  if (!std::isfinite(p.logit_scale))
-    fail("sm_scale", "sm_scale * q_scale * kv_scale finite in fp32", a.sm_scale * q_scale * kv_scale, "lower a scale");
-  return p;
+// Scales are numbers here: a tensor's element is read.
+DecodeParams params_of(const DecodeArguments& a) {
+  if (a.q_nope.dtype != DType::kE4M3) return make_params(a, 1.0f, 1.0f);
+  const float q_scale = read_scale(a.q_scale, a.q_scale_value);
+  return make_params(a, q_scale, read_scale(a.kv_scale, a.kv_scale_value));
 }
 
 // Lengths and page ids: the values that decide which memory is read.
@@ -208,17 +175,10 @@ int64_t workspace_size(int64_t b, int64_t s_q, int64_t h_q, int64_t capacity, in
 
 void mla_decode(const DecodeArguments& a, const Parallel& parallel) {
   check_decode(a);
-  const DecodeParams p = make_params(a);
+  const DecodeParams p = params_of(a);
   const int64_t capacity = p.max_blocks << p.page_size_log2;
   const int64_t bytes = workspace_size(p.b, p.s_q, p.h_q, capacity, p.num_kv_splits);
-  if (a.workspace) {
-    const TensorView& w = *a.workspace;
-    if (w.ndim != 1 || (w.size[0] > 1 && w.stride[0] != 1) || w.size[0] * w.element_size < bytes)
-      fail("workspace", text("a 1-D contiguous tensor of at least ", bytes, " bytes"),
-           text(shape_string(w), " of ", w.element_size, " bytes each"), "ask workspace_size()");
-    if (reinterpret_cast<uintptr_t>(w.data) % sizeof(float) != 0)
-      fail("workspace", "an address that is a multiple of 4", "another", "pass the tensor as it was allocated");
-  }
+  if (a.workspace) check_workspace(*a.workspace, bytes, sizeof(float));
   check_values(p);
 
   AlignedFloats own;
