@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import nbformat
 import numpy as np
 import pytest
@@ -24,8 +23,7 @@ from report_checkout import ROOT, Checkout, alive, ended, interrupt, wait_for
 
 from mla_kernels.report.cli import main
 from mla_kernels.report.errors import ReportError
-from mla_kernels.report.files import folder_lock
-from mla_kernels.report.parameters import Notebook, convert, describe, load_profile, notebooks_in, settle
+from mla_kernels.report.parameters import Notebook, convert, settle
 from mla_kernels.report.runner import plan_run, run_report
 from mla_kernels.report.verify import differences, edited_files
 from mla_kernels.report.verify import load_report as load_checked
@@ -311,55 +309,6 @@ class TestParameters:
         assert "num_heads = 64\n" in done.stdout
         assert "seed = 3\n" in done.stdout
 
-    def test_a_key_given_twice_in_a_mapping_is_refused(self):
-        with pytest.raises(ReportError, match=r"x: expected a mapping, got '\{a: 1, a: 2\}'"):
-            convert("{a: 1, a: 2}", {"type": "object"}, "x")
-
-    @pytest.mark.parametrize("notebook", notebooks_in(ROOT / "notebooks"), ids=lambda n: n.name)
-    def test_every_schema_agrees_with_its_parameters_cell(self, notebook):
-        path = ROOT / "notebooks" / "params" / f"{notebook.name}.schema.json"
-        schema = json.loads(path.read_text())
-        jsonschema.Draft202012Validator.check_schema(schema)
-        assert set(schema["properties"]) == set(notebook.defaults)
-        jsonschema.validate(notebook.defaults, schema)
-        for name, entry in schema["properties"].items():
-            assert entry["description"].endswith("."), name
-            assert describe(entry)
-
-    @pytest.mark.parametrize(
-        ("given", "words"),
-        [
-            (
-                "03_layer_outputs.formats=[e5m2, e4m3_token]",
-                "expected a list of one or more different values, each one of e4m3, e4m3_token, e4m3_group128, e5m2, "
-                "with e4m3 among them, got '[e5m2, e4m3_token]'",
-            ),
-            ("03_layer_outputs.formats=[e4m3, e4m3]", "with e4m3 among them, got '[e4m3, e4m3]'"),
-            (
-                "04_error_at_length.promote_every=[64, 100]",
-                "expected a list of 1 to 32 different integers from 32 to 131072, divisible by 32, got '[64, 100]': "
-                "100 at [1] is not allowed",
-            ),
-            (
-                "04_error_at_length.lengths=512,512",
-                "expected a list of 1 to 32 different integers from 1 to 131072, got '512,512'",
-            ),
-            ("04_error_at_length.model_lengths=512,512", "different integers from 1 to 131072, got '512,512'"),
-        ],
-    )
-    def test_what_a_notebook_needs_stands_in_its_schema_and_in_the_message(self, given, words):
-        with pytest.raises(ReportError) as refused:
-            settle(notebooks_in(ROOT / "notebooks"), {}, [given])
-        assert words in str(refused.value)
-
-    @pytest.mark.parametrize("profile", ["smoke", "cpu", "h200"])
-    def test_every_profile_is_allowed_and_names_every_notebook(self, profile):
-        folder = ROOT / "notebooks"
-        there = notebooks_in(folder)
-        listed = load_profile(profile, folder)
-        assert list(listed) == [n.name for n in there]
-        settle(there, listed, {}, folder)
-
 
 class TestGoodRun:
     def test_folder_holds_everything_and_its_marker_has_the_hashes(self, checkout, good):
@@ -515,18 +464,6 @@ class TestEndings:
         assert notebooks["20_no_finish"]["reason"] == "not run: 21_hang failed (--fail-fast)"
         assert "in code cell 4 under “It waits here”: import os, time" in out
         assert not alive((checkout.folder / "hang.pid").read_text())
-
-    def test_the_lock_dies_with_its_holder_and_a_file_left_by_hand_does_not_block(self, tmp_path):
-        path = tmp_path / "lock"
-        path.write_text("process 1 since yesterday")
-        with (
-            folder_lock(path, "the report"),
-            pytest.raises(ReportError, match=f"written by process {os.getpid()} since"),
-            folder_lock(path, "the report"),
-        ):
-            pass
-        with folder_lock(path, "the report"):
-            pass
 
     def test_a_folder_that_is_no_report_is_not_replaced(self, checkout):
         precious = checkout.folder / "reports" / "precious"

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Contributors to mla-kernels
-"""The report runner at its limits: a disk that is full at any of its writes, and a notebook that floods its log."""
+"""The report runner at its limits: a disk that is full at any of its writes, and a notebook that floods its log.
+
+Also its lock.
+"""
 
 import errno
 import json
@@ -10,7 +13,8 @@ import nbformat
 import pytest
 from report_checkout import Checkout
 
-from mla_kernels.report.files import write_text
+from mla_kernels.report.errors import ReportError
+from mla_kernels.report.files import folder_lock, write_text
 
 # Atomic writes go to a side file `.NAME.part`; where that is a link to /dev/full, the disk is full for this one write.
 FULL = "import os\nos.symlink('/dev/full', os.path.join(report_dir, {part!r}))"
@@ -114,3 +118,16 @@ def test_a_log_ends_at_its_limit_and_says_what_is_left_out(checkout):
     assert json.loads((checkout.folder / "reports" / "flood" / "FINISHED").read_text())
     outputs = next(c.outputs for c in checkout.executed("flood", "20_flood").cells if "LOG_LIMIT" in c.source)
     assert outputs[-1].text.endswith("long line 99999\n")
+
+
+def test_the_lock_dies_with_its_holder_and_a_file_left_by_hand_does_not_block(tmp_path):
+    path = tmp_path / "lock"
+    path.write_text("process 1 since yesterday")
+    with (
+        folder_lock(path, "the report"),
+        pytest.raises(ReportError, match=f"written by process {os.getpid()} since"),
+        folder_lock(path, "the report"),
+    ):
+        pass
+    with folder_lock(path, "the report"):
+        pass
