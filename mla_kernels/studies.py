@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from mla_kernels import metrics, plots
+from mla_kernels import build, metrics, plots
 from mla_kernels.cases import DTYPES, Case, Results, inputs_from, make_inputs, run_case, select
 from mla_kernels.checks import CUDA_INPUT_DTYPES
 from mla_kernels.formats import FORMATS, decode, encode, round_to
@@ -39,6 +39,7 @@ __all__ = [
     "kl_table",
     "layer_table",
     "length_split_table",
+    "load_kernels",
     "match_table",
     "pick_device",
     "read_texts",
@@ -50,6 +51,12 @@ __all__ = [
 ]
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999, 1.0)
+
+
+def load_kernels() -> build.Built:
+    """Load every target that this machine can both build and run: the CPU's, and a GPU's where there is one."""
+    rows = build.capability_report()
+    return build.load(targets=tuple(row["target"] for row in rows if row["can_build"] and row["can_run"]) or ("cpu",))
 
 
 def pick_device(device: str = "auto") -> str:
