@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     torch.set_num_threads(args.threads)
     build.load()
     lm = model.load_model(HERE, dtype=getattr(torch, args.dtype))
@@ -86,7 +87,6 @@ def main() -> None:
                     "seconds": round(time.perf_counter() - begun),
                 }
             )
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     provenance = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit,
