@@ -18,6 +18,11 @@ OPEN = "from mla_kernels import report\npage = report.open_page({name!r}, report
 FINISH = "page.claim('it ran to its end', True)\npage.finish()"
 
 
+def _listen_to_interrupts():
+    """A shell starts background jobs deaf to Ctrl-C, and what they start inherits it: not what is tested here."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Checkout:
     """A folder with `pyproject.toml`, `notebooks/` and `notebooks/params/`."""
 
@@ -53,7 +58,7 @@ class Checkout:
         command = [sys.executable, "-m", "mla_kernels.report", *arguments]
         return subprocess.Popen(
             command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, **options,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=_listen_to_interrupts, **options,
         )  # fmt: skip
 
     def call(self, *arguments, **options):
