@@ -239,6 +239,7 @@ def test_the_mix_leaves_room_below_and_above() -> None:
 # --- lm-eval ---
 
 
+@pytest.mark.slow
 def test_lm_eval_runs_the_task(test_rows: list[dict[str, Any]], tmp_path: Path) -> None:
     """lm_eval's command line on the shortest problems of levels 1 and 5: its filters, and its numbers against ours."""
     order = sorted(range(len(test_rows)), key=lambda i: len(test_rows[i]["question"]) + len(test_rows[i]["answer"]))
