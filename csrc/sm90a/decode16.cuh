@@ -43,8 +43,12 @@ namespace bits16 {
 
 // Q K^T of one stage, part by part as it arrives; issued and committed, not waited for.
 template <class T>
-__device__ __forceinline__ void issue_scores(float (&s)[32], uint64_t q_desc, uint64_t k_desc, uint64_t* full,
+__device__ __forceinline__ void issue_scores(float (&s)[32], const uint8_t* q, const uint8_t* k_tile, uint64_t* full,
                                              uint32_t phase) {
+  // Through a shuffle, each time: the compiler then knows that descriptors are the same in all lanes, and computes them
+  // in uniform registers.
+  const uint64_t q_desc = uniform(matrix_descriptor<Swizzle::k128>(q));
+  const uint64_t k_desc = uniform(matrix_descriptor<Swizzle::k128>(k_tile));
   const auto chunk = [&](int c, bool first) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -150,9 +154,6 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
   const float scale =
       p.d.logit_scale * kv_scale * (p.q_scale ? *p.q_scale : 1.f) * 1.44269504088896341f;  // powers of two
 
-  // Through a shuffle: the compiler then knows that descriptors are the same in all lanes.
-  const uint64_t q_desc = uniform(matrix_descriptor<Swizzle::k128>(sm.q));
-  const uint64_t k_desc = uniform(matrix_descriptor<Swizzle::k128>(sm.kv[0]));
   int stage = 0;
   uint32_t phase = 0;
   float s[32];
@@ -174,7 +175,7 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
     int visible_g8 = all_see + min((line + 8) / p.d.h_q, p.d.s_q - 1);
 
     for (int tile = w.tile_begin; tile < w.tile_end; ++tile) {
-      issue_scores<T>(s, q_desc, advance(k_desc, stage * T::kTileBytes >> 4), sm.kv_full[stage], phase);
+      issue_scores<T>(s, sm.q, sm.kv[stage], sm.kv_full[stage], phase);
       cute::warpgroup_wait<0>();
       fence_registers(s);
       warp_arrive(&sm.k_empty[stage]);
@@ -262,7 +263,8 @@ __device__ __forceinline__ void clear_tail(uint8_t* v, int valid, int thread) {
 
 template <class T>
 __device__ __forceinline__ void issue_values(float (&o)[T::kBlocks][T::kAccumulators], const uint32_t (&a)[4][4],
-                                             uint64_t v_desc) {
+                                             const uint8_t* v) {
+  const uint64_t v_desc = uniform(values_descriptor<T>(v));
 #pragma unroll
   for (int block = 0; block < T::kBlocks; ++block) fence_registers(o[block]);
   cute::warpgroup_arrive();
@@ -312,7 +314,6 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
   const int warp = __shfl_sync(~0u, (thread >> 5) & 3, 0), lane = thread & 31;
   const int at = warp * 16 + (lane >> 2);  // line g of the tile
   fill_empty_rows<T>(p, thread);
-  const uint64_t v_desc = uniform(values_descriptor<T>(sm.kv[0] + half * 4 * T::kChunkTile));
 
   int stage = 0;
   uint32_t phase = 0;
@@ -357,7 +358,7 @@ __device__ __forceinline__ void values_role(const KernelParams& p, typename T::S
         fence_async_proxy();
         warpgroup_sync(kValuesBarrier + half);
       }
-      issue_values<T>(o, a, advance(v_desc, stage * T::kTileBytes >> 4));
+      issue_values<T>(o, a, sm.kv[stage] + half * 4 * T::kChunkTile);
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (int block = 0; block < T::kBlocks; ++block) fence_registers(o[block]);

@@ -54,6 +54,7 @@ struct Traits {
   static constexpr int kParts = 5;          // of a stage: chunk pairs 0-3, and the rotary chunk
   static constexpr int kBlocks = 2;         // of 128 dims, in a values warpgroup (nvcc has no m64n256 at 128 registers)
   static constexpr int kAccumulators = 64;  // a share of [64 lines, 128 dims] of one thread
+  static constexpr bool kPrefetch = true;   // tiles into L2 one ahead of their load (not measured)
   // A thread has 128 registers at launch; setmaxnreg moves them to where O is.
   static constexpr int kLoaderRegisters = kTma ? 40 : 56;
   static constexpr int kScoresRegisters = kTma ? 120 : 104;
@@ -139,6 +140,15 @@ __device__ __forceinline__ void load_stage(const KernelParams& p, typename T::Sh
   }
 }
 
+// The same into L2 only. With two stages a tile is asked for late: it should not have to come from device memory then.
+template <class T>
+__device__ __forceinline__ void prefetch_tile(const KernelParams& p, int block, int first_token) {
+  const int token = first_token & ((1 << p.d.page_size_log2) - 1);
+  if (cute::elect_one_sync())
+    for (int c = 0; c < T::kChunks; ++c) cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&p.kv_nope, 0, token, c, block);
+  __syncwarp();
+}
+
 // Half of a stage (32 tokens) by one warp with cp.async, for smaller pages: eight lanes copy the 128 bytes that a token
 // has in a chunk. Tokens past the end are not read (their slots of block_table may hold anything): the stage keeps
 // stale bytes there, which the masks of scores and values neutralise. An id outside the cache gives zeros, as with TMA.
@@ -210,6 +220,7 @@ __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::S
       if constexpr (T::kTma) {
         const int next = tile + 1 < end ? lookup_block(p, row, (tile + 1) * kBlockN) : 0;
         load_stage<T>(p, sm, stage, phase, block, tile * kBlockN);
+        if (T::kPrefetch && tile + 1 < end) prefetch_tile<T>(p, next, (tile + 1) * kBlockN);
         block = next;
       } else if (stage == warp >> 1) {
         barrier_wait(&sm.k_empty[stage], phase);
