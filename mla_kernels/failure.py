@@ -34,7 +34,7 @@ from mla_kernels import build, metrics, ops
 from mla_kernels.cases import DTYPES, Case, Inputs, make_inputs, select
 from mla_kernels.checks import CUDA_INPUT_DTYPES
 from mla_kernels.formats import D_V
-from mla_kernels.reference import attention, kernel_rounding
+from mla_kernels.reference import EXACT, Rounding, attention, kernel_rounding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,11 +70,11 @@ def run(
 
     The library that this process has loaded is used (`build.load` first). Rows hold kernel, device, dtype, b, s_q, h_q,
     s, page_size, num_kv_splits, process, launches, and
-    verdict ("ok" or what is wrong), first_launch_us, unwritten and nonfinite (elements of the first launch),
-    squared_relative_error and lse_squared_relative_error (against exact attention on the stored values, what the
-    published test looks at), relative_error and worst_row_error (against the stage reference), rows_wrong (rows over
-    `metrics.row_budget`, by kind), differing (repeats that differ from the first launch in any bit of out or lse),
-    wrote_outside. Values that are not finite are strings.
+    verdict ("ok" or what is wrong), passes (the published test's limits), first_launch_us, unwritten and nonfinite
+    (elements of the first launch), squared_relative_error and lse_squared_relative_error (against exact attention on
+    the stored values, what the published test looks at), relative_error and worst_row_error (against the stage
+    reference), rows_wrong (rows over `metrics.row_budget`, by kind), differing (repeats that differ from the first
+    launch in any bit of out or lse), wrote_outside. Values that are not finite are strings.
 
     Raises ValueError for counts below 1, RuntimeError where no build is loaded.
     """
@@ -98,21 +98,17 @@ def _prepare(case: Case, device: str, path: Path) -> None:
     """Write the operator's arguments and the references of a case."""
     inputs = make_inputs(case, device)
     form, form_lse = _reference(inputs)
-    stage, _ = _reference(inputs, stage=True)
+    stage, _ = _reference(inputs, kernel_rounding(case.dtype, torch.device(device).type))
     content = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.args.items()}
     content["kv_cache"] = content["kv_cache"].contiguous()
     torch.save({"args": content, "format": form.cpu(), "format_lse": form_lse.cpu(), "stage": stage.cpu()}, path)
 
 
-def _reference(inputs: Inputs, stage: bool = False) -> tuple[Tensor, Tensor]:
-    """(out [b, h_q, 512], lse [b, h_q]) of exact attention on the stored values, or with the kernel's roundings."""
-    options: dict[str, Any] = {}
-    if stage:
-        options["rounding"] = kernel_rounding(inputs.q_stored.dtype, inputs.q_stored.device.type)
-        options["num_kv_splits"] = inputs.num_kv_splits
+def _reference(inputs: Inputs, rounding: Rounding = EXACT) -> tuple[Tensor, Tensor]:
+    """(out [b, h_q, 512], lse [b, h_q]) on the stored values: float64, exact or with a kernel's roundings."""
     out, lse = attention(
         inputs.q_stored, inputs.kv_stored, inputs.seq_lens, sm_scale=inputs.sm_scale, q_scale=inputs.q_scale,
-        kv_scale=inputs.kv_scale, **options,
+        kv_scale=inputs.kv_scale, rounding=rounding, num_kv_splits=inputs.num_kv_splits,
     )  # fmt: skip
     return out[:, 0], lse[:, 0]
 
@@ -215,7 +211,7 @@ def _child(folder: Path, library: str, device: str, repeats: int, index: int) ->
     dtype = next(name for name, value in DTYPES.items() if value == args["q_nope"].dtype)
     row = _compared(out, lse, content["format"], content["format_lse"], content["stage"], dtype)
     row |= {"unwritten": unwritten, "differing": differing, "wrote_outside": outside, "first_launch_us": first_us}
-    row["verdict"] = verdict_of(row, dtype)
+    row["verdict"] = verdict_of(row)
     (folder / f"{index}.part").write_text(json.dumps(_finite(row)))
     os.replace(folder / f"{index}.part", folder / f"{index}.json")
 
@@ -235,25 +231,28 @@ def _compared(out: Tensor, lse: Tensor, form: Tensor, form_lse: Tensor, stage: T
     if bool(entries.any()):
         found = metrics.row_verdicts(out[entries], stage[entries], budget=budget, previous=math.nan)
         kinds = {kind: n for kind, n in metrics.verdict_counts(found).items() if n and kind != "ok"}
+    number, lse_number = metrics.squared_relative_error(out, form), metrics.squared_relative_error(lse, form_lse)
     return {
         "nonfinite": metrics.nonfinite_count(out) + metrics.nonfinite_count(lse),
-        "squared_relative_error": metrics.squared_relative_error(out, form),
-        "lse_squared_relative_error": metrics.squared_relative_error(lse, form_lse),
+        "squared_relative_error": number,
+        "lse_squared_relative_error": lse_number,
+        "passes": number < OUT_LIMIT.get(dtype, OUT_LIMIT["bf16"]) and lse_number < LSE_LIMIT,
         "relative_error": metrics.relative_error(out, stage),
         "worst_row_error": float(errors.max()),
         "rows_wrong": kinds,
     }
 
 
-def verdict_of(row: dict[str, Any], dtype: str = "e4m3") -> str:
-    """ "ok", or everything that is wrong with a row of `run`, in words."""
+def verdict_of(row: dict[str, Any]) -> str:
+    """ "ok", or everything that is wrong with a row of `run`, in words.
+
+    The published limit of the output is no part of it: short contexts miss it by rounding alone (notebook 07).
+    """
     said = [f"{n} rows {kind}" for kind, n in row["rows_wrong"].items()]
     if row.get("unwritten"):
         said.append(f"{row['unwritten']} elements unwritten")
     if row["nonfinite"] and not row.get("unwritten"):
         said.append(f"{row['nonfinite']} elements not finite")
-    if not row["squared_relative_error"] < OUT_LIMIT.get(dtype, OUT_LIMIT["bf16"]):
-        said.append(f"squared relative error {row['squared_relative_error']:.3g}")
     if not row["lse_squared_relative_error"] < LSE_LIMIT:
         said.append(f"squared relative error of lse {row['lse_squared_relative_error']:.3g}")
     if row.get("differing"):
@@ -279,8 +278,9 @@ def grid(
     """The published grid through the operator, one launch a case, outputs poisoned: a row a case.
 
     `rows`: take the first so many of a case's 128 sequences (None: all; a CPU needs a minute for each case then). The
-    references are float64 on the stored values; rows_wrong is against that, not the stage reference. A dtype that the
-    device's kernels do not take gives verdict "not run: …". Columns as in `run`, and case, varlen.
+    stage reference has the CPU's rounding points on any device: a tensor core's accumulators take too long to model at
+    these sizes, and their effect is far under `metrics.row_budget`. A dtype that the device's kernels do not take gives
+    verdict "not run: …". Columns as in `run`, and case, varlen.
     """
     found = []
     for case in select("published"):
@@ -299,9 +299,10 @@ def grid(
         ops.mla_decode_out(**inputs.args, out=out, lse=lse)
         form, form_lse = _reference(inputs)
         unwritten = int((out.view(torch.int16) == -1).sum()) + int((lse.view(torch.int32) == -1).sum())
-        row = _compared(out.cpu(), lse.cpu(), form.cpu(), form_lse.cpu(), form.cpu(), case.dtype)
+        stage, _ = _reference(inputs, kernel_rounding(case.dtype))
+        row = _compared(out.cpu(), lse.cpu(), form.cpu(), form_lse.cpu(), stage.cpu(), case.dtype)
         row["unwritten"] = unwritten
-        row["verdict"] = verdict_of(row, case.dtype)
+        row["verdict"] = verdict_of(row)
         found.append(_finite({**labels, **row}))
         say(f"{name}: {row['verdict']}")
     return found
@@ -316,16 +317,16 @@ def recorded_runs() -> pd.DataFrame:
     """
     import pandas as pd
 
-    from mla_kernels import bench
+    from mla_kernels import measurements
 
     folder = Path(__file__).resolve().parents[1] / "data" / "measurements"
-    found = []
+    found: list[dict[str, Any]] = []
     for device in ("h200", "b200", "cpu"):
         path = folder / device / "failure.json"
         if not path.is_file():
             found.append({"device": device, "what": "no recorded run yet"})
             continue
-        source, rows = bench.read_measurements(path)
+        source, rows = measurements.read_measurements(path)
         cold = [row for row in rows if row["kind"] == "cold"]
         cases = [row for row in rows if row["kind"] == "grid" and not row["verdict"].startswith("not run")]
         numbers = [float(row["squared_relative_error"]) for row in cold if "squared_relative_error" in row]
@@ -371,7 +372,7 @@ def _main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="file to write, such as data/measurements/h200/failure.json")
     options = parser.parse_args(words)
 
-    from mla_kernels import bench
+    from mla_kernels import measurements
 
     targets = ("cpu",) if options.device == "cpu" else ("cpu", "sm90a")
     build.load(targets=targets)
@@ -393,11 +394,11 @@ def _main(arguments: Sequence[str] | None = None) -> int:
     wrong = [row for row in rows if row["verdict"] != "ok" and not row["verdict"].startswith("not run")]
     print(f"{len(rows)} rows, {len(wrong)} not ok, {time.monotonic() - start:.0f} s")
     if options.out:
-        source = bench.provenance(
+        source = measurements.provenance(
             ["python", "-m", "mla_kernels.failure", *words], device=options.device, what="the published failing case",
             seconds_cold=round(cold_seconds, 1), at_once=options.at_once,
         )  # fmt: skip
-        print(bench.write_measurements(options.out, rows, source))
+        print(measurements.write_measurements(options.out, rows, source))
     return 1 if wrong else 0
 
 

@@ -37,7 +37,7 @@ def hidden_rows(table: pd.DataFrame) -> Figure:
             text = f"{row.hidden_rows:,.0f} of {row.rows:,.0f}" + (": no bit differs" if row.rows_changed == 0 else "")
             inside = row.hidden_rows > row.rows / 4
             axis.text(
-                row.hidden_rows * (0.85 if inside else 1) + 0.15 * (not inside), at, text if row.hidden_rows else "none",
+                row.hidden_rows * 0.85 if inside else row.hidden_rows + 0.15, at, text if row.hidden_rows else "none",
                 va="center", ha="right" if inside else "left", fontsize=8.5, color="white" if inside else "#333333",
                 backgroundcolor=_COLOURS[i] if inside else "none",
             )  # fmt: skip
