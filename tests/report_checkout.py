@@ -71,6 +71,9 @@ class Checkout:
     def results(self, report):
         return json.loads((self.folder / "reports" / report / "results.json").read_text())
 
+    def timings(self, report):
+        return json.loads((self.folder / "reports" / report / "timings.json").read_text())
+
     def manifest(self, report):
         return json.loads((self.folder / "reports" / report / "manifest.json").read_text())
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Contributors to mla-kernels
-"""`python -m mla_kernels.report`: run, verify, list, schema.
+"""`python -m mla_kernels.report`: run, sweep, verify, diff, bundle, list, schema.
 
-Exit codes: 0 all is well; 1 a notebook failed, or `verify` found a difference; 2 bad input, nothing was run; 130
-interrupted.
+Exit codes: 0 all is well; 1 a notebook or a cell failed, or `verify` found a difference; 2 bad input, nothing was run;
+130 interrupted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import click
 
+from mla_kernels.report import cli_compare
 from mla_kernels.report.errors import ReportError
 from mla_kernels.report.execute import Outcome, Progress
 from mla_kernels.report.files import repository_root
@@ -124,6 +126,10 @@ LIMIT = click.option(
 @REPORTS
 @LIMIT
 @click.option("--fail-fast", is_flag=True, help="Stop at the first notebook that fails.")
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+    help="Run each notebook N times; `diff` takes the noise from it.",
+)  # fmt: skip
 def run(
     notebooks: tuple[str, ...],
     name: str,
@@ -132,13 +138,14 @@ def run(
     reports_dir: Path | None,
     time_limit: float,
     fail_fast: bool,
+    repeat: int,
 ) -> None:
     """Run notebooks and write a report.
 
     NOTEBOOK is a name (02_error_distribution), a number (02) or a path; default: those that the profile lists.
     """
     start = time.monotonic()
-    plan = plan_run(notebooks, profile=profile, parameters=parameters)
+    plan = dataclasses.replace(plan_run(notebooks, profile=profile, parameters=parameters), repeat=repeat)
     command = ["python", "-m", "mla_kernels.report", *sys.argv[1:]]
     done = run_report(
         plan,
@@ -162,32 +169,44 @@ def run(
 @click.argument("report", type=click.Path(path_type=Path))
 @LIMIT
 def verify(report: Path, time_limit: float) -> None:
-    """Run a report again from its manifest, and compare every number.
+    """Run a report again from its manifest, compare every number, and say why some differ.
 
-    REPORT is the folder, or the name of one under reports/.
+    REPORT is the folder, the name of one under reports/, or a bundle.
     """
+    from mla_kernels.report.share import find_report, opened
     from mla_kernels.report.verify import unfinished_beside, verify_report
 
-    named = repository_root() / "reports" / report
-    if not report.exists() and (named.exists() or unfinished_beside(named)):
-        report = named
+    report = find_report(report)
     if report.exists() and (other := unfinished_beside(report)):
         click.echo(f"note: {other} lies beside it and {state_of(other)}", err=True)
-    result = verify_report(report, time_limit=time_limit, reporter=Terminal())
+    with opened(report) as folder:
+        result = verify_report(folder, time_limit=time_limit, reporter=Terminal())
+    if result.alike:
+        click.echo(f"\nThe same as in the report: {', '.join(result.alike)}")
     if result.environment:
         click.echo("\nThis environment is not the one of the report:")
-        click.echo(_table(("what", "recorded", "now"), result.environment))
+        click.echo(_table(("what", "recorded", "now"), _main_rows(result.environment)))
     if result.differences:
         click.echo(f"\n{len(result.differences)} of {result.compared} entries of results.json differ:")
         rows = [(d.path, _leaf(d.recorded), _leaf(d.now), _relative(d.recorded, d.now)) for d in result.differences]
         click.echo(_table(("path", "recorded", "now", "relative"), rows))
-    unfinished = [outcome for outcome in result.run.outcomes if not outcome.finished]
+        click.echo(f"\nWhy, as far as the manifests tell: {result.cause}")
     if result.same:
         click.echo(f"verified: {result.compared} entries of {report / 'results.json'} are identical")
     else:
-        what = f"{', '.join(o.notebook for o in unfinished)} did not finish" if unfinished else "the numbers differ"
+        what = f"{', '.join(result.unfinished)} did not finish" if result.unfinished else "the numbers differ"
         click.echo(f"not verified: {what}", err=True)
-        sys.exit(130 if result.run.interrupted else 1)
+        sys.exit(130 if result.interrupted else 1)
+
+
+def _main_rows(rows: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Without the packages that no number depends on, if many differ; how many there are is said."""
+    from mla_kernels.report.provenance import MAIN_PACKAGES
+
+    others = [row for row in rows if row[0].startswith("package ") and row[0][8:] not in MAIN_PACKAGES]
+    if len(others) <= 10:
+        return list(rows)
+    return [row for row in rows if row not in others] + [(f"{len(others)} other packages", "", "")]
 
 
 def _leaf(value: Any) -> str:
@@ -244,3 +263,7 @@ def schema(notebook: str, profile: str, parameters: tuple[str, ...], as_json: bo
         click.echo(f"    {describe(entry)}")
         if entry.get("description"):
             click.echo(click.wrap_text(entry["description"], 100, "    ", "    "))
+
+
+for _command in cli_compare.COMMANDS:
+    main.add_command(_command)

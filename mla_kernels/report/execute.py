@@ -79,6 +79,7 @@ def execute(
     parameters: Mapping[str, Any],
     *,
     time_limit: float,
+    variables: Mapping[str, str] | None = None,
     on_progress: Callable[[Progress | None, float], None] = lambda progress, seconds: None,
 ) -> Outcome:
     """Run a notebook into the report folder `folder`.
@@ -89,6 +90,7 @@ def execute(
     Args:
         parameters: settled values (see `parameters.settle`); `report_dir` is added for notebooks that have it.
         time_limit: seconds of wall clock.
+        variables: environment variables that the notebook gets besides those of the caller.
         on_progress: called for every cell that starts and about once a second, with the seconds so far.
     """
     output, logs = folder / f"{notebook.name}.ipynb", folder / "logs"
@@ -110,7 +112,7 @@ def execute(
         worker = subprocess.Popen(
             [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE, stdout=raw_file, stderr=raw_file, pass_fds=(write_end,), start_new_session=True,
-            env={"OMP_WAIT_POLICY": OMP_WAIT_POLICY, **os.environ, "PYTHONPATH": _python_path()},
+            env={"OMP_WAIT_POLICY": OMP_WAIT_POLICY, **os.environ, "PYTHONPATH": _python_path(), **(variables or {})},
         )  # fmt: skip
     os.close(write_end)
     assert worker.stdin is not None

@@ -31,6 +31,7 @@ __all__ = [
     "convert",
     "describe",
     "load_profile",
+    "load_yaml",
     "nearest",
     "notebooks_in",
     "settle",
@@ -177,22 +178,24 @@ def _text_loader() -> Any:
     return TextLoader
 
 
-def load_profile(profile: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Notebook name -> parameters, from `params/<profile>.yaml` in `folder` or from the path of a YAML file.
-
-    Every scalar is read as text; the schema decides what it means (YAML itself would read `007` as 7).
-    """
+def load_yaml(path: Path) -> Any:
+    """What a YAML file holds, every scalar as text: the schema decides what it means (YAML would read `007` as 7)."""
     import yaml
 
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_text_loader())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ReportError(f"{path}: expected YAML, but: {' '.join(str(error).split())}") from error
+
+
+def load_profile(profile: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Notebook name -> parameters, from `params/<profile>.yaml` in `folder` or from the path of a YAML file."""
     path = Path(profile) if profile.endswith((".yaml", ".yml")) else folder / "params" / f"{profile}.yaml"
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_text_loader())
+        loaded = load_yaml(path) or {}
     except FileNotFoundError:
         known = [file.stem for file in sorted((folder / "params").glob("*.yaml"))]
         raise ReportError(f"profile: {profile!r} is not there ({path}); {nearest(profile, known)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path}: expected YAML, but: {' '.join(str(error).split())}") from error
-    loaded = loaded or {}
     if not isinstance(loaded, dict) or not all(isinstance(entry or {}, dict) for entry in loaded.values()):
         raise ReportError(f"{path}: expected a mapping `notebook: {{parameter: value}}`, got {str(loaded)[:200]}")
     return {notebook: entry or {} for notebook, entry in loaded.items()}

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -15,7 +16,7 @@ from typing import Any
 
 from mla_kernels.report.files import file_hash
 
-__all__ = ["MAIN_PACKAGES", "environment", "environment_differences", "gpu_profile", "seeds_of"]
+__all__ = ["MAIN_PACKAGES", "environment", "environment_alike", "environment_differences", "gpu_profile", "seeds_of"]
 
 # Shown on the index page; the manifest has all that are installed.
 MAIN_PACKAGES = (
@@ -40,9 +41,11 @@ def repository(root: Path) -> dict[str, Any]:
     return {"commit": commit, "dirty": bool(changed), "changed": [line[3:] for line in changed][:50]}
 
 
-def packages() -> dict[str, str]:
+@functools.cache  # half a second; the workers of a sweep ask once a cell
+def packages() -> Mapping[str, str]:
     """Every installed distribution and its version."""
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    described = [d.metadata for d in importlib.metadata.distributions()]
+    found = {m["Name"]: m["Version"] for m in described if m["Name"]}
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
@@ -91,7 +94,7 @@ def environment(root: Path) -> dict[str, Any]:
     return {
         "repository": repository(root),
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "packages": packages(),
+        "packages": dict(packages()),
         "machine": machine(),
         "data": data_hashes(root),
     }
@@ -126,6 +129,25 @@ def environment_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> 
             compare(f"kernels in {name}", "notebooks", name, "environment", "build", "key")
             compare(f"torch threads in {name}", "notebooks", name, "environment", "torch", "threads")
     return found
+
+
+def environment_alike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of two manifests is the same, in words: "commit", "data (12 files)", "GPUs (NVIDIA H200)"."""
+    differing = [what for what, _, _ in environment_differences(then, now)]
+    gpus = ", ".join(gpu["name"] for gpu in now["machine"]["gpus"]) or "none"
+    commit = (now["repository"]["commit"] or "none")[:10]
+    parts = (
+        (f"commit ({commit})", ("commit", "uncommitted changes")),
+        (f"data ({len(now['data'])} files)", ("data ",)),
+        (f"notebooks ({len(now['notebooks'])})", ("source of ",)),
+        ("kernels", ("kernels in ",)),
+        (f"packages ({len(now['packages'])})", ("package ",)),
+        (f"Python ({now['python']['version']})", ("Python",)),
+        (f"processor ({now['machine']['cpu']}, {now['machine']['cores']} cores)", ("CPU", "cores", "torch threads")),
+        (f"GPUs ({gpus})", ("GPUs",)),
+        ("system", ("system",)),
+    )
+    return [name for name, starts in parts if not any(what.startswith(starts) for what in differing)]
 
 
 def _keys(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> Iterable[str]:

@@ -25,7 +25,16 @@ from mla_kernels.report.files import write_text
 from mla_kernels.report.provenance import MAIN_PACKAGES
 from mla_kernels.report.values import number_text
 
-__all__ = ["duration_text", "render_index", "render_notebook"]
+__all__ = [
+    "TEMPLATES",
+    "duration_text",
+    "machine_text",
+    "page_style",
+    "provenance_rows",
+    "read_results",
+    "render_index",
+    "render_notebook",
+]
 
 TEMPLATES = Path(__file__).parent / "templates"
 THUMBNAIL = (640, 460)
@@ -40,7 +49,8 @@ def duration_text(seconds: float) -> str:
 
 
 @functools.cache
-def _style() -> str:
+def page_style() -> str:
+    """The style sheet of every page."""
     from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 
     def rules(style: str) -> str:
@@ -140,7 +150,7 @@ def render_notebook(
         "name": name,
         "title": pages[here]["title"],
         "report": pages[here]["report"],
-        "style": _style(),
+        "style": page_style(),
         "previous": pages[here - 1] if here else None,
         "next": pages[here + 1] if here + 1 < len(pages) else None,
         "reason": outcome.reason.splitlines()[0].rstrip(".:") if outcome.reason else "",
@@ -244,10 +254,12 @@ def render_index(folder: Path, manifest: Mapping[str, Any], outcomes: Sequence[O
         claims_total=len(claims),
         claims_ok=sum(claim["ok"] for claim in claims),
         pages=pages,
-        provenance=_provenance(manifest),
+        provenance=provenance_rows(manifest),
         details=_details(manifest),
         verify_path=verify_path,
-        style=_style(),
+        sweep=manifest.get("cell", {}).get("sweep", ""),
+        label=manifest.get("cell", {}).get("label", ""),
+        style=page_style(),
     )
     write_text(folder / "index.html", html)
 
@@ -318,7 +330,8 @@ def _thumbnail(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
-def _provenance(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
+def provenance_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
+    """`what` and `value` of everything that the numbers of a report come from."""
     machine, repository = manifest["machine"], manifest["repository"]
     changed = repository["changed"]
     dirty = (
@@ -336,8 +349,8 @@ def _provenance(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
         ("Python", f"{manifest['python']['version']} ({manifest['python']['executable']}), also for the notebooks"),
         ("packages", ", ".join(f"{p} {manifest['packages'][p]}" for p in MAIN_PACKAGES if p in manifest["packages"])),
         *(("kernels", _build_text(build)) for build in builds.values()),
-        ("profile", manifest["profile"]),
-        ("command", manifest["command"]),
+        ("profile", manifest["profile"] or "none (the notebook's own values)"),
+        ("command", manifest["command"] or "none (called from Python)"),
         ("time", f"{manifest['started']} to {manifest['ended']} (UTC)"),
     ]
     return [{"what": what, "value": value} for what, value in rows]

@@ -25,9 +25,24 @@ from mla_kernels.report.files import file_hash, folder_lock, relative_name, repo
 from mla_kernels.report.parameters import Notebook, check_profile, choose, load_profile, notebooks_in, settle
 from mla_kernels.report.provenance import environment, gpu_profile, seeds_of
 
-__all__ = ["FINISHED", "Plan", "ReportRun", "Reporter", "plan_run", "run_report", "state_of"]
+__all__ = [
+    "FINISHED",
+    "TIME_LIMIT",
+    "Plan",
+    "ReportRun",
+    "Reporter",
+    "finish_folder",
+    "kind_of",
+    "now",
+    "plan_run",
+    "recorded",
+    "report_folder",
+    "run_report",
+    "state_of",
+]
 
 FINISHED = "FINISHED"
+ANOTHER_NAME = "choose another name"
 TIME_LIMIT = 3600.0  # seconds a notebook
 
 
@@ -39,6 +54,10 @@ class Plan:
     parameters: Mapping[str, Mapping[str, Any]]
     profile: str
     root: Path
+    repeat: int = 1  # times that each notebook runs; the further runs show the noise
+    variables: Mapping[str, str] | None = None  # of the environment, for every notebook
+    repository: Mapping[str, Any] | None = None  # where the checkout runs without its git
+    cell: Mapping[str, Any] | None = None  # for the manifest of a cell of a sweep
 
 
 @dataclass(frozen=True)
@@ -122,12 +141,17 @@ def run_report(
     """
     reporter = reporter or Reporter()
     reports = reports_dir or plan.root / "reports"
-    final = _report_folder(reports, name)
+    final = report_folder(reports, name)
     with folder_lock(reports / f".{name}.lock", f"the report {final}"):
         old = reports / f".{name}.old"
         if old.exists() and not final.exists():
             old.rename(final)  # a run was killed in the very moment between the two renames below
         work = reports / f"{name}.unfinished"
+        for folder in (final, work):
+            if kind_of(folder) != "report":
+                raise ReportError(
+                    f"--name: {folder} is a {kind_of(folder)}, which a run does not replace: {ANOTHER_NAME}"
+                )
         if work.exists():
             shutil.rmtree(work)
         work.mkdir(parents=True)
@@ -139,9 +163,7 @@ def run_report(
             _write_summary(plan, work, final, manifest, outcomes)
             if not all(outcome.finished for outcome in outcomes):
                 return ReportRun(work, tuple(outcomes))
-            hashes = {p.relative_to(work).as_posix(): file_hash(p) for p in sorted(work.rglob("*")) if p.is_file()}
-            write_json(work / FINISHED, {"finished": _now(), "sha256": hashes})
-            _replace(work, final, old)
+            finish_folder(work, final, old)
         except OSError as error:
             raise ReportError(
                 f"not finished: {write_trouble(error, reports)}; what there is: {work}", exit_code=1
@@ -149,7 +171,15 @@ def run_report(
     return ReportRun(final, tuple(outcomes))
 
 
-def _report_folder(reports: Path, name: str) -> Path:
+def kind_of(folder: Path) -> str:
+    """ "sweep" for the folder of a sweep, "report" for any other and for none."""
+    try:
+        return str(json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("kind", "report"))
+    except (OSError, ValueError, AttributeError):
+        return "report"
+
+
+def report_folder(reports: Path, name: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith(".unfinished") or name == "interactive":
         raise ReportError(
             '--name: expected letters, digits, "_", "-" and ".", not ending in ".unfinished" and not "interactive", '
@@ -161,8 +191,10 @@ def _report_folder(reports: Path, name: str) -> Path:
     return final
 
 
-def _replace(work: Path, final: Path, old: Path) -> None:
-    """Give the finished folder its name; the earlier report goes only when the new one is in its place."""
+def finish_folder(work: Path, final: Path, old: Path) -> None:
+    """Give the finished folder its marker and its name; an earlier one goes only when the new one is in its place."""
+    hashes = {p.relative_to(work).as_posix(): file_hash(p) for p in sorted(work.rglob("*")) if p.is_file()}
+    write_json(work / FINISHED, {"finished": now(), "sha256": hashes})
     if old.exists():
         shutil.rmtree(old)
     if final.exists():
@@ -172,7 +204,7 @@ def _replace(work: Path, final: Path, old: Path) -> None:
         shutil.rmtree(old)
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
@@ -182,11 +214,14 @@ def _manifest(plan: Plan, name: str, command: Sequence[str]) -> dict[str, Any]:
         "name": name,
         "profile": plan.profile,
         "command": shlex.join(command),
-        "started": _now(),
+        "repeat": plan.repeat,
+        **({"cell": dict(plan.cell)} if plan.cell else {}),
+        "started": now(),
         "ended": "",
         "seconds": 0.0,
         "finished": False,
         **environment(plan.root),
+        **({"repository": dict(plan.repository)} if plan.repository else {}),
         "notebooks": {
             n.name: {
                 "path": relative_name(n.path, plan.root),
@@ -215,8 +250,10 @@ def _run_all(
             work,
             plan.parameters[notebook.name],
             time_limit=time_limit,
+            variables=plan.variables,
             on_progress=lambda progress, seconds, notebook=notebook: reporter.progress(notebook, progress, seconds),  # type: ignore[misc]
         )
+        outcome = _repeat(plan, notebook, work, time_limit, outcome)
         outcome = _render(plan, notebook, work, manifest, outcome)
         outcomes.append(outcome)
         reporter.notebook_end(notebook, outcome)
@@ -225,6 +262,36 @@ def _run_all(
         elif fail_fast and not outcome.finished:
             stop = f"not run: {notebook.name} failed (--fail-fast)"
     return outcomes
+
+
+def _repeat(plan: Plan, notebook: Notebook, work: Path, time_limit: float, outcome: Outcome) -> Outcome:
+    """Run a finished notebook again, `plan.repeat` times in all, and keep what each run recorded in `repeats/`."""
+    from mla_kernels.report.render import read_results
+
+    if not outcome.finished or plan.repeat == 1:
+        return outcome
+    runs = [recorded(read_results(work, notebook.name))]
+    aside = work / ".repeat"
+    try:
+        for number in range(2, plan.repeat + 1):
+            again = execute(
+                notebook, aside, plan.parameters[notebook.name], time_limit=time_limit, variables=plan.variables
+            )
+            if not again.finished:
+                return replace(again, reason=f"run {number} of {plan.repeat}: {again.reason}", seconds=outcome.seconds)
+            runs.append(recorded(read_results(aside, notebook.name)))
+            shutil.rmtree(aside)
+        write_json(work / "repeats" / f"{notebook.name}.json", {"runs": runs})
+    except OSError as error:
+        return replace(outcome, finished=False, reason=write_trouble(error, work))
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return outcome
+
+
+def recorded(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a notebook recorded, those values that no second run repeats included."""
+    return {"records": results["records"], "timings": results["timings"]}
 
 
 def _render(plan: Plan, notebook: Notebook, work: Path, manifest: Mapping[str, Any], outcome: Outcome) -> Outcome:
@@ -255,25 +322,27 @@ def _render(plan: Plan, notebook: Notebook, work: Path, manifest: Mapping[str, A
 
 
 def _write_summary(plan: Plan, work: Path, final: Path, manifest: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """results.json, the completed manifest.json and index.html."""
+    """results.json (what repeats), timings.json (what does not), the completed manifest.json and index.html."""
     from mla_kernels.report.render import read_results, render_index
 
-    merged: dict[str, Any] = {"notebooks": {}, "timings": {}}
+    merged: dict[str, Any] = {"notebooks": {}}
+    timings: dict[str, Any] = {}
     for outcome in outcomes:
         results = read_results(work, outcome.notebook)
         entry = manifest["notebooks"][outcome.notebook]
         entry |= {"finished": outcome.finished, "reason": outcome.reason, "seconds": outcome.seconds}
         if results:
             merged["notebooks"][outcome.notebook] = {"claims": results["claims"], "records": results["records"]}
-            merged["timings"][outcome.notebook] = results["timings"]
+            timings[outcome.notebook] = results["timings"]
             entry["environment"] = results["environment"]
     started = datetime.datetime.fromisoformat(manifest["started"])
-    manifest["ended"] = _now()
+    manifest["ended"] = now()
     manifest["seconds"] = (datetime.datetime.fromisoformat(manifest["ended"]) - started).total_seconds()
     manifest["finished"] = all(outcome.finished for outcome in outcomes)
     write_json(work / "results.json", merged)
+    write_json(work / "timings.json", timings)
     write_json(work / "manifest.json", manifest)
-    render_index(work, manifest, outcomes, verify_path=relative_name(final, plan.root))
+    render_index(work, manifest, outcomes, verify_path=(plan.cell or {}).get("path") or relative_name(final, plan.root))
 
 
 def state_of(folder: Path) -> str:
@@ -292,6 +361,7 @@ def state_of(folder: Path) -> str:
             return ""
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"is damaged: {type(error).__name__}: {error}"
+    more = f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""
     return "is not finished" + (
-        f" ({'; '.join(reasons)})" if reasons else " (its run was killed, or is still going on)"
+        f" ({'; '.join(reasons[:4])}{more})" if reasons else " (its run was killed, or is still going on)"
     )
