@@ -35,7 +35,7 @@ from mla_kernels.measurements import provenance, short_command, speed_row, write
 from mla_kernels.reference import KERNEL, Rounding, attention
 from mla_kernels.timing import ceilings, clock_for, flops, hardware, moved_bytes
 
-__all__ = ["QUICK", "TABLE", "main", "measure_accuracy", "measure_speed", "paged_inputs"]
+__all__ = ["QUICK", "TABLE", "main", "measure_accuracy", "measure_speed", "paged_inputs", "parse_shapes"]
 
 #: Shapes (b, h_q, s) of the speed table.
 TABLE = tuple((case.b, case.h_q, case.seq_lens[0]) for case in select("performance", dtype="e4m3"))
@@ -360,8 +360,8 @@ def _accuracy_line(row: Mapping[str, Any]) -> str:
     return f"{head} relative error {row['relative_error']:.2e}, gain - 1 {row['gain_minus_1']:+.2e}"
 
 
-def _shapes(text: str) -> tuple[tuple[int, int, int], ...]:
-    """--rows: table, quick, or b x h_q x s, with commas between shapes: 128x128x4096,1x16x32768."""
+def parse_shapes(text: str) -> tuple[tuple[int, int, int], ...]:
+    """Shapes (b, h_q, s): "table", "quick", or b x h_q x s with commas between shapes: "128x128x4096,1x16x32768"."""
     if text in ("table", "quick"):
         return TABLE if text == "table" else QUICK
     try:
@@ -369,8 +369,15 @@ def _shapes(text: str) -> tuple[tuple[int, int, int], ...]:
     except ValueError:
         b_h_s = []
     if not b_h_s or any(len(shape) != 3 or min(shape) < 1 for shape in b_h_s):
-        raise argparse.ArgumentTypeError(f"expected table, quick or BxHxS,… such as 128x128x4096, got {text!r}")
+        raise ValueError(f"shapes: expected table, quick or BxHxS,… such as 128x128x4096, got {text!r}")
     return tuple((b, h_q, s) for b, h_q, s in b_h_s)
+
+
+def _shapes(text: str) -> tuple[tuple[int, int, int], ...]:
+    try:
+        return parse_shapes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _plans(text: str) -> tuple[int | None, ...]:

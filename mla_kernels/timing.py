@@ -210,7 +210,7 @@ def moved_bytes(b: int, s_q: int, h_q: int, s: int, dtype: str) -> float:
 
 
 def ceilings(
-    device: torch.device | str = "cpu", *, size: int | None = None, n: int | None = None, rounds: int = 10
+    device: torch.device | str = "cpu", *, size: int | None = None, n: int | None = None, rounds: int | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Limits of a device, measured here: rows of speed.json with kernel "ceiling", and what could not be measured.
 
@@ -218,10 +218,14 @@ def ceilings(
     fp8_gemm_tflop_s (`torch._scaled_mm`, e4m3, fast accumulation; the product without it has its own row),
     bf16_gemm_tflop_s, on the CPU fp32_gemm_tflop_s. On a GPU also empty_graph_us: what the clock shows for a graph of
     one tiny kernel, which is part of every time. `size` bytes are read (default 4 GiB, on the CPU 256 MiB); n defaults
-    to 8192, on the CPU to 1024.
+    to 8192, on the CPU to 1024, and rounds to 10, on the CPU to 3.
     """
     gpu = torch.device(device).type == "cuda"
-    size, n = size or (4 << 30 if gpu else 256 << 20), n or (8192 if gpu else 1024)
+    size, n, rounds = (
+        size or (4 << 30 if gpu else 256 << 20),
+        n or (8192 if gpu else 1024),
+        rounds or (10 if gpu else 3),
+    )
     clock = clock_for(device)
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}

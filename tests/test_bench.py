@@ -238,7 +238,7 @@ def test_command_line_records_accuracy(tmp_path: Path, cpu_build: build.Built) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gpu", "--rows", "12x"], "expected table, quick or BxHxS,… such as 128x128x4096, got '12x'"),
+        (["gpu", "--rows", "12x"], "shapes: expected table, quick or BxHxS,… such as 128x128x4096, got '12x'"),
         (["gpu", "--rows", "1x0x5"], "expected table, quick or BxHxS"),
         (["gpu", "--num-kv-splits", "many"], "expected auto or numbers, such as auto,1,16, got 'many'"),
         (["gpu", "--device", "cpu", "--dtypes", "fp4"], "--dtypes: expected e4m3, bf16, got fp4"),
