@@ -74,7 +74,7 @@ def paged_inputs(
     pages = -(-s // page_size)
     count = b * pages
     caches = {name: torch.empty(count, page_size, D, dtype=DTYPES[name], device=device) for name in dtypes}
-    step = max(1, (1 << 22) // page_size)
+    step = max(1, (1 << 20) // page_size)
     for first in range(0, count, step):  # in pieces: the draw is fp32
         last = min(first + step, count)
         values = kind.kv(generator, (last - first) * page_size).to(torch.bfloat16).view(-1, page_size, D)
