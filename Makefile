@@ -29,8 +29,8 @@ report: $(ENV)  ## run the notebooks headlessly and write reports/NAME (NAME=rep
 test: $(ENV)  ## run the whole test suite, two files at a time (ARGS are passed to pytest)
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
-lab: $(ENV)  ## open the notebooks in JupyterLab, on this machine only
-	$(PY) -m jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
+lab: $(ENV)  ## open the explorer and the notebooks in JupyterLab, on this machine only
+	$(PY) -m jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks/08_explore.ipynb
 
 build: $(ENV)  ## compile the kernels for the targets that this machine can build, and check them
 	$(PY) -m mla_kernels.build $(ARGS)
