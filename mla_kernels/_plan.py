@@ -98,7 +98,8 @@ def _source_folder(source_dir: str | os.PathLike[str] | None) -> Path:
 def _present_targets(source: Path) -> list[str]:
     """Targets that have a folder in csrc/ and a word in its CMakeLists.txt."""
     text = (source / "CMakeLists.txt").read_text("utf-8", "replace")
-    return [name for name in toolchain.TARGETS if (source / name).is_dir() and re.search(rf"\b{name}\b", text)]
+    folders = {"cpu": "cpu", **{name: target.folder for name, target in toolchain.GPU_TARGETS.items()}}
+    return [name for name in toolchain.TARGETS if (source / folders[name]).is_dir() and re.search(rf"\b{name}\b", text)]
 
 
 def source_digest(source: Path) -> str:

@@ -49,7 +49,7 @@ __all__ = [
     "plan",
 ]
 
-BUILD_TIMEOUT = 3600.0  # seconds; one instantiation of the Blackwell MLA kernel takes 61 s on two cores
+BUILD_TIMEOUT = 3600.0  # seconds; one instantiation of the Blackwell MLA kernel takes 65 s of a core
 EDITS = 5  # how often a build starts over because its sources changed under it
 TAIL_LINES, ERROR_LINES, LINE_LENGTH = 20, 5, 300
 
@@ -99,10 +99,10 @@ def build(
 ) -> Built:
     """The library for `targets`, from the cache or compiled now.
 
-    targets: names from cpu, sm90a, sm100a. fast_math: let the compiler reorder fp32 arithmetic. cache_dir: a folder of
-    your own; by default the user's cache, or a temporary folder where that cannot be used. source_dir: by default
-    csrc/. jobs: compilers at once, by default from free memory and cores. force: compile even if the cache has it.
-    compiler: path of a C++ compiler. build_timeout: seconds after which everything that the build started is killed.
+    targets: names from cpu, sm90a, sm100a, sm100f. fast_math: let the compiler reorder fp32 arithmetic. cache_dir: a
+    folder of your own; by default the user's cache, or a temporary folder where that cannot be used. source_dir: by
+    default csrc/. jobs: compilers at once, by default from free memory and cores. force: compile even if the cache has
+    it. compiler: path of a C++ compiler. build_timeout: seconds after which everything that it started is killed.
 
     The key covers the contents of all files in csrc/, targets, fast_math, compiler, flags, nvcc, CUTLASS, torch and CPU
     features: editing a header builds again, editing nothing does not. One build runs at a time in a cache; other
@@ -458,11 +458,12 @@ def _devices_text(target: str) -> str:
     if not torch.cuda.is_available():
         return f"no CUDA device: torch {torch.__version__} finds no usable driver or GPU"
     seen = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    if target in (toolchain.DEVICE_TARGETS.get(capability) for capability in seen):
+    choices = [toolchain.device_choice(capability) for capability in seen]
+    if target in (choice.target for choice in choices):
         return ""
-    found = ", ".join(f"{major}.{minor}" for major, minor in seen)
     wanted = next(capability for capability, name in toolchain.DEVICE_TARGETS.items() if name == target)
-    return f"it runs on compute capability {wanted[0]}.{wanted[1]} only; here: {found}"
+    here = "; ".join(dict.fromkeys(choice.message for choice in choices))
+    return f"it runs on compute capability {wanted[0]}.{wanted[1]} only; here: {here}"
 
 
 def capability_report(
@@ -487,9 +488,13 @@ def capability_report(
 def available_targets(
     *, source_dir: str | os.PathLike[str] | None = None, compiler: str | os.PathLike[str] | None = None
 ) -> tuple[str, ...]:
-    """Targets that can be built here; `capability_report` says what keeps the others out."""
+    """Targets that can be built here; `capability_report` says what keeps the others out.
+
+    sm100f holds the same kernels as sm100a and is only among them where a device of compute capability 10.3 is here.
+    """
     report = capability_report(source_dir=source_dir, compiler=compiler)
-    return tuple(row["target"] for row in report if row["can_build"])
+    asked = {name for name, target in toolchain.GPU_TARGETS.items() if target.on_request}
+    return tuple(row["target"] for row in report if row["can_build"] and (row["can_run"] or row["target"] not in asked))
 
 
 def _main(arguments: Sequence[str] | None = None) -> int:

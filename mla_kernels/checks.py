@@ -69,7 +69,7 @@ def check_target(device: torch.device, targets: tuple[str, ...], capability: tup
                 NotImplementedError,
                 "q_nope",
                 f"a device of compute capability {known}, or the CPU",
-                f"compute capability {pair[0]}.{pair[1]}",
+                toolchain.device_choice(pair).message.removesuffix("; use the CPU"),
                 "move the tensors to the CPU",
             )
     else:

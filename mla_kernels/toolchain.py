@@ -25,14 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    "DEVICES",
     "DEVICE_TARGETS",
+    "GPU_TARGETS",
     "TARGETS",
     "BuildError",
+    "Choice",
+    "Device",
+    "GpuTarget",
     "Tool",
     "TorchFacts",
     "choose_jobs",
     "cpu_features",
     "cuda_architectures",
+    "device_choice",
     "embedded_architectures",
     "find_compiler",
     "find_cutlass",
@@ -42,11 +48,89 @@ __all__ = [
     "torch_facts",
 ]
 
-# CUDA architecture that a target is compiled for; only the "a" form has the instructions that the kernels use.
-TARGETS: dict[str, str | None] = {"cpu": None, "sm90a": "90a", "sm100a": "100a"}
-# Compute capability -> target. Code for an "a" architecture runs on exactly this capability: never "at least".
-DEVICE_TARGETS = {(9, 0): "sm90a", (10, 0): "sm100a"}
-OLDEST_CUDA = {"sm90a": (12, 0), "sm100a": (12, 8)}  # first release of nvcc that knows the architecture
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """What a GPU target is compiled for, and from what. Only nvcc 13.0 was tried, whatever `oldest_cuda` says.
+
+    architecture: the "a" form runs on exactly one compute capability, the "f" form on its family. folder: in csrc/.
+    oldest_cuda: first release of nvcc that takes flags and sources. first: the one instantiation that CI compiles.
+    on_request: left out where "all that can be built" are, unless a device for it is here.
+    """
+
+    architecture: str
+    folder: str
+    oldest_cuda: tuple[int, int]
+    first: str
+    on_request: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What nvcc needs for the architecture, as in csrc/; machine code only, no PTX."""
+        return (f"-gencode=arch=compute_{self.architecture},code=sm_{self.architecture}",)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One row of the device table: a compute capability (any minor number where it is None), and what serves it."""
+
+    major: int
+    minor: int | None
+    name: str
+    target: str | None
+    reason: str = ""  # why there is no target
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What serves a device. outcome: "target", "refused" (known not to work), or "cpu" (nothing known of it)."""
+
+    outcome: str
+    target: str
+    message: str
+
+
+GPU_TARGETS = {
+    "sm90a": GpuTarget("90a", "sm90a", (13, 0), "decode_n16.cu"),
+    "sm100a": GpuTarget("100a", "sm100a", (12, 8), "mla_e4m3_individual.cu"),
+    "sm100f": GpuTarget("100f", "sm100a", (12, 9), "mla_e4m3_individual.cu", on_request=True),
+}
+DEVICES = (
+    Device(9, 0, "Hopper: H100, H200, GH200", "sm90a"),
+    Device(10, 0, "Blackwell: B200, GB200", "sm100a"),
+    Device(10, 3, "Blackwell Ultra: B300, GB300", "sm100f"),
+    Device(11, 0, "Thor", None, "CUTLASS's Blackwell kernels were reported to give NaN there (CUTLASS issue 3128)"),
+    Device(
+        12, None, "Blackwell: RTX 50, RTX PRO, GB10", None,
+        "it has no tensor memory and 99 KiB of shared memory a block; the kernel of sm100a needs both",
+    ),
+)  # fmt: skip
+
+# Derived from the two tables. TARGETS: CUDA architecture that a target is compiled for. DEVICE_TARGETS: capability ->
+# target; never "at least".
+TARGETS: dict[str, str | None] = {"cpu": None, **{name: target.architecture for name, target in GPU_TARGETS.items()}}
+DEVICE_TARGETS = {(row.major, row.minor): row.target for row in DEVICES if row.target and row.minor is not None}
+
+
+def device_choice(capability: tuple[int, int], cuda: tuple[int, int] | None = None) -> Choice:
+    """What serves a device of this compute capability, by the table; with `cuda`, what nvcc of that release can build.
+
+    Anything else than a target runs on the CPU target; the message says why.
+    """
+    shown = f"compute capability {capability[0]}.{capability[1]}"
+    for row in DEVICES:
+        if row.major != capability[0] or row.minor not in (None, capability[1]):
+            continue
+        if row.target is None:
+            return Choice("refused", "cpu", f"{shown} ({row.name}) is refused: {row.reason}; use the CPU")
+        oldest = GPU_TARGETS[row.target].oldest_cuda
+        if cuda is not None and cuda < oldest:
+            needs = f"target {row.target} needs nvcc {oldest[0]}.{oldest[1]} or newer, not {cuda[0]}.{cuda[1]}"
+            return Choice("cpu", "cpu", f"{shown} ({row.name}): {needs}; update nvcc, or use the CPU")
+        return Choice("target", row.target, f"{shown} ({row.name}) is served by target {row.target}")
+    known = ", ".join(f"{major}.{minor}" for major, minor in DEVICE_TARGETS)
+    return Choice("cpu", "cpu", f"{shown}: no target serves it, there are some for {known}; use the CPU")
+
 
 _FEATURES = re.compile(r"^(avx2|fma|f16c|avx512\w*|avx_vnni|amx_\w+|asimd\w*|sve\w*|bf16|i8mm|fphp)$")
 
@@ -262,7 +346,7 @@ def find_nvcc(
     version = int(match[1]), int(match[2])
     named = f"nvcc {version[0]}.{version[1]} at {where}"
     for target in targets:
-        oldest = OLDEST_CUDA.get(target, (0, 0))
+        oldest = GPU_TARGETS[target].oldest_cuda
         if version < oldest:
             raise BuildError(
                 f"{named} is too old for target {target!r}, which needs CUDA {oldest[0]}.{oldest[1]} or newer; "
@@ -319,7 +403,7 @@ def cuda_architectures(targets: Iterable[str], arch_list: str = "") -> tuple[lis
     """(CMAKE_CUDA_ARCHITECTURES, notes). The targets decide; TORCH_CUDA_ARCH_LIST (`arch_list`) is only explained.
 
     A plain 9.0 or 10.0 would compile, and the kernel would then print a line on the device and return with its output
-    unwritten and no CUDA error, so what is compiled is always the "a" form, as machine code only.
+    unwritten and no CUDA error, so what is compiled is always the target's "a" or "f" form, as machine code only.
     """
     asked = [arch for target in targets if (arch := TARGETS[target])]
     notes = []
@@ -330,10 +414,15 @@ def cuda_architectures(targets: Iterable[str], arch_list: str = "") -> tuple[lis
                 f"TORCH_CUDA_ARCH_LIST holds {printable(entry)!r}; expected entries such as 9.0a, joined by ';'. "
                 "Mend or unset it: the targets decide what is compiled"
             )
-        if f"{match[1]}{match[2]}a" not in asked:
+        served = [arch for arch in asked if arch[:-1] == f"{match[1]}{match[2]}"]
+        served += [
+            arch for arch in asked if arch.endswith("f") and arch[:-2] == match[1]
+        ]  # a family: same major number
+        forms = [f"{arch[:-2]}.{arch[-2:]}" for arch in dict.fromkeys(served)]
+        if not forms:
             notes.append(f"TORCH_CUDA_ARCH_LIST entry {entry} is left out: no asked target has it")
-        elif entry != f"{match[1]}.{match[2]}a":
-            notes.append(f"TORCH_CUDA_ARCH_LIST entry {entry} is compiled as {match[1]}.{match[2]}a, without PTX")
+        elif forms != [entry]:
+            notes.append(f"TORCH_CUDA_ARCH_LIST entry {entry} is compiled as {' and '.join(forms)}, without PTX")
     return [f"{arch}-real" for arch in asked], notes
 
 

@@ -542,21 +542,21 @@ def test_order_is_arch_dtype_device_layout_shape() -> None:
 @pytest.mark.parametrize(
     ("capability", "target"),
     [
-        *(((9, 0), "sm90a"), ((10, 0), "sm100a")),
-        *(((major, minor), None) for major, minor in ((8, 0), (8, 9), (9, 1), (10, 3), (11, 0), (12, 0), (12, 1))),
+        *(((9, 0), "sm90a"), ((10, 0), "sm100a"), ((10, 3), "sm100f")),
+        *(((major, minor), None) for major, minor in ((8, 0), (8, 9), (9, 1), (10, 1), (11, 0), (12, 0), (12, 1))),
     ],
 )
 def test_capability_table(capability: tuple[int, int], target: str | None) -> None:
     """An explicit table: a pair that is not in it never reaches a launch, not even with every target built."""
     assert checks.TARGET_OF_CAPABILITY.get(capability) == target
     cuda = torch.device("cuda:0")
-    every = ("cpu", "sm90a", "sm100a")
+    every = ("cpu", "sm90a", "sm100a", "sm100f")
     if target is None:
         major, minor = capability
         with pytest.raises(
             NotImplementedError,
-            match=r"expected a device of compute capability 9\.0, 10\.0, or the CPU, "
-            rf"got compute capability {major}\.{minor}; move the tensors to the CPU",
+            match=r"expected a device of compute capability 9\.0, 10\.0, 10\.3, or the CPU, "
+            rf"got compute capability {major}\.{minor}.*; move the tensors to the CPU",
         ):
             checks.check_target(cuda, every, capability)
         return

@@ -67,20 +67,23 @@ def find(home: Path | str, target: str = "sm90a", facts: TorchFacts = CPU_TORCH,
             "11.8",
             "sm90a",
             CPU_TORCH,
-            r"nvcc 11\.8 at .*/bin/nvcc \(from CUDA_HOME\) is too old for target 'sm90a', .* CUDA 12\.0",
+            r"nvcc 11\.8 at .*/bin/nvcc \(from CUDA_HOME\) is too old for target 'sm90a', .* CUDA 13\.0",
         ),
-        ("12.3", "sm90a", CPU_TORCH, None),
+        ("12.3", "sm90a", CPU_TORCH, r"nvcc 12\.3 at .* is too old for target 'sm90a', which needs CUDA 13\.0"),
         (
             "12.3",
             "sm100a",
             CPU_TORCH,
             r"nvcc 12\.3 at .* is too old for target 'sm100a', which needs CUDA 12\.8 or newer",
         ),
+        ("12.8", "sm100a", CPU_TORCH, None),
+        ("12.8", "sm100f", CPU_TORCH, r"is too old for target 'sm100f', which needs CUDA 12\.9 or newer"),
+        ("12.9", "sm100f", CPU_TORCH, None),
         (
-            "12.3",
-            "sm90a",
+            "12.9",
+            "sm100a",
             CUDA_TORCH,
-            r"nvcc 12\.3 at .* and torch 2\.11\.0\+cu130 at /site/torch disagree: .* CUDA 13\.0\.",
+            r"nvcc 12\.9 at .* and torch 2\.11\.0\+cu130 at /site/torch disagree: .* CUDA 13\.0\.",
         ),
         ("13.0", "sm90a", CUDA_TORCH, None),
         ("13.0", "sm100a", CPU_TORCH, None),
@@ -284,6 +287,10 @@ def test_cutlass_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("9.0a+PTX", ("sm90a",), ["90a-real"], ["entry 9.0a+PTX is compiled as 9.0a, without PTX"]),
         ("10.0", ("sm100a",), ["100a-real"], ["entry 10.0 is compiled as 10.0a, without PTX"]),
         ("10.0f", ("sm100a",), ["100a-real"], ["entry 10.0f is compiled as 10.0a, without PTX"]),
+        ("10.3", ("sm100a",), ["100a-real"], ["entry 10.3 is left out: no asked target has it"]),
+        ("10.0f", ("sm100f",), ["100f-real"], []),
+        ("10.3", ("sm100f",), ["100f-real"], ["entry 10.3 is compiled as 10.0f, without PTX"]),
+        ("10.0", ("sm100a", "sm100f"), ["100a-real", "100f-real"], ["compiled as 10.0a and 10.0f, without PTX"]),
         ("10.0", ("sm90a",), ["90a-real"], ["entry 10.0 is left out: no asked target has it"]),
         ("8.0;9.0", ("sm90a",), ["90a-real"], ["entry 8.0 is left out", "entry 9.0 is compiled as 9.0a"]),
         (
@@ -441,7 +448,8 @@ def test_report_without_compiler_or_torch(tmp_path: Path, monkeypatch: pytest.Mo
         ((8, 9), None),
         ((9, 0), "sm90a"),
         ((10, 0), "sm100a"),
-        *((c, None) for c in [(10, 3), (11, 0), (12, 0), (12, 1)]),
+        ((10, 3), "sm100f"),
+        *((c, None) for c in [(10, 1), (11, 0), (12, 0), (12, 1)]),
     ],
 )
 def test_capability_table(
@@ -453,5 +461,5 @@ def test_capability_table(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
     report = rows(source_dir=Site(tmp_path).tree)
     assert [name for name, row in report.items() if row["can_run"]] == ["cpu", *([target] if target else [])]
-    for name in {"sm90a", "sm100a"} - {target}:
-        assert f"here: {capability[0]}.{capability[1]}" in str(report[name]["why"])
+    for name in {"sm90a", "sm100a", "sm100f"} - {target}:
+        assert f"here: compute capability {capability[0]}.{capability[1]}" in str(report[name]["why"])

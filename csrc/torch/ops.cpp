@@ -56,11 +56,19 @@ std::vector<int64_t> split_plan(int64_t seq_len, std::optional<int64_t> num_kv_s
 }
 
 std::string build_key() { return MLA_BUILD_KEY; }
-#if defined(MLA_HAVE_SM90A)
-std::string compiled_targets() { return "cpu,sm90a"; }
-#else
-std::string compiled_targets() { return "cpu"; }
+std::string compiled_targets() {
+  std::string targets = "cpu";
+#ifdef MLA_HAVE_SM100A
+  targets += ",sm100a";
 #endif
+#ifdef MLA_HAVE_SM100F
+  targets += ",sm100f";
+#endif
+#ifdef MLA_HAVE_SM90A
+  targets += ",sm90a";
+#endif
+  return targets;
+}
 std::string cpu_isa() { return mla::cpu::isa(); }
 std::string available_cpu_isas() { return mla::cpu::available_isas(); }
 void set_cpu_isa(std::string name) { mla::cpu::set_isa(name); }

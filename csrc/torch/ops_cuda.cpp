@@ -12,6 +12,8 @@
 #include <optional>
 #include <stdexcept>
 
+#include "../sm100a/guards.h"
+#include "../sm100a/launch.h"
 #include "../sm90a/check_cuda.h"
 #include "../sm90a/launch.h"
 #include "mla/make_params.h"
@@ -57,14 +59,34 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Code for sm_90a runs on 9.0 and on nothing else, later ones included.
-void check_capability(int device) {
+enum class Target { kSm90a, kSm100a };
+
+// Code for sm_90a runs on 9.0 and on nothing else, later ones included; code for sm_100a likewise on 10.0.
+std::optional<Target> target_of(int major, int minor) {
+#ifdef MLA_HAVE_SM90A
+  if (major == 9 && minor == 0) return Target::kSm90a;
+#endif
+#ifdef MLA_HAVE_SM100
+  if (mla::sm100a::runs_on(major, minor)) return Target::kSm100a;
+#endif
+  return {};
+}
+
+std::optional<Target> target_of(int device, int* major, int* minor) {
+  check_cuda(cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
+  return target_of(*major, *minor);
+}
+
+Target check_capability(int device) {
   int major = 0, minor = 0;
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-  if (major != 9 || minor != 0)
-    mla::fail("q_nope", "a device of compute capability 9.0, or the CPU",
+  const std::optional<Target> target = target_of(device, &major, &minor);
+  if (!target)
+    mla::fail("q_nope",
+              mla::text("a device of compute capability ", target_of(9, 0) ? "9.0, " : "",
+                        target_of(10, 0) ? "10.0, " : "", target_of(10, 3) ? "10.3, " : "", "or the CPU"),
               mla::text("compute capability ", major, ".", minor), "move the tensors to the CPU");
+  return *target;
 }
 
 // An element on the GPU stays there, for the kernel to read when it runs. One on the CPU is a number, read now.
@@ -83,6 +105,30 @@ const float* device_scale(const mla::TensorView*& scale, double& value) {
   return nullptr;
 }
 
+// Memory that the caller brought, or torch's: its allocator keeps it for this stream until the kernels have run.
+void* workspace_of(const mla::DecodeArguments& a, int64_t bytes, const Tensor& q_nope, std::optional<Tensor>& own) {
+  if (a.workspace) {
+    mla::check_workspace(*a.workspace, bytes, kWorkspaceAlignment);
+    return a.workspace->data;
+  }
+  if (bytes == 0) return nullptr;
+  own = torch::stable::new_empty(q_nope, {bytes}, torch::headeronly::ScalarType::Byte);
+  return own->data_ptr();
+}
+
+#ifdef MLA_HAVE_SM100
+void decode_sm100a(const mla::DecodeArguments& a, const Tensor& q_nope, int device) {
+  const mla::DecodeParams p =
+      mla::make_params(a, static_cast<float>(a.q_scale_value), static_cast<float>(a.kv_scale_value));
+  mla::sm100a::check_call(a, p.logit_scale);
+  const mla::sm100a::Plan plan = mla::sm100a::make_plan(p.b, mla::sm100a::capacity_of(p.max_blocks), p.num_kv_splits,
+                                                        mla::sm100a::sm_count(device));
+  std::optional<Tensor> own;
+  void* space = workspace_of(a, static_cast<int64_t>(plan.bytes), q_nope, own);
+  mla::sm100a::launch(a, p, plan, space, device, current_stream(device));
+}
+#endif
+
 void mla_decode_out(Tensor q_nope, Tensor q_pe, Tensor kv_cache, Tensor seq_lens, Tensor block_table, double sm_scale,
                     double q_scale, double kv_scale, std::optional<Tensor> q_scale_tensor,
                     std::optional<Tensor> kv_scale_tensor, std::optional<int64_t> num_kv_splits, Tensor out, Tensor lse,
@@ -93,11 +139,16 @@ void mla_decode_out(Tensor q_nope, Tensor q_pe, Tensor kv_cache, Tensor seq_lens
   if (a.q_nope.device_type == 0) mla::fail("q_nope", "a CUDA tensor, as others are", "a CPU tensor", "move it");
   const int device = a.q_nope.device_index;
   const DeviceGuard guard(device);
-  check_capability(device);
+  const Target target = check_capability(device);
   mla::sm90a::DeviceScales scales;
   scales.q_scale = device_scale(a.q_scale, a.q_scale_value);
   scales.kv_scale = device_scale(a.kv_scale, a.kv_scale_value);
   mla::check_decode(a);
+#ifdef MLA_HAVE_SM100
+  if (target == Target::kSm100a) decode_sm100a(a, q_nope, device);
+#endif
+  if (target != Target::kSm90a) return;
+#ifdef MLA_HAVE_SM90A
   if (a.q_nope.dtype != mla::DType::kE4M3)
     mla::fail("q_nope", "float8_e4m3fn on a CUDA device", mla::dtype_name(a.q_nope.dtype),
               "encode it, or move the tensors to the CPU");
@@ -107,27 +158,37 @@ void mla_decode_out(Tensor q_nope, Tensor q_pe, Tensor kv_cache, Tensor seq_lens
     mla::fail("sm_scale", "sm_scale * q_scale * kv_scale above 0 in fp32 on a CUDA device", p.logit_scale,
               "negate the queries");
   const auto bytes = static_cast<int64_t>(mla::sm90a::workspace_bytes(p));
-  void* space = nullptr;
-  std::optional<Tensor> own;  // torch's allocator keeps it for this stream until the kernels have run
-  if (a.workspace) {
-    mla::check_workspace(*a.workspace, bytes, kWorkspaceAlignment);
-    space = a.workspace->data;
-  } else if (bytes > 0) {
-    own = torch::stable::new_empty(q_nope, {bytes}, torch::headeronly::ScalarType::Byte);
-    space = own->data_ptr();
-  }
+  std::optional<Tensor> own;
+  void* space = workspace_of(a, bytes, q_nope, own);
   mla::sm90a::launch(p, space, current_stream(device), scales);
+#endif
 }
 
-int64_t cuda_workspace_size(int64_t b, int64_t s_q, int64_t h_q, int64_t capacity,
+int64_t cuda_workspace_size(int64_t b, [[maybe_unused]] int64_t s_q, [[maybe_unused]] int64_t h_q, int64_t capacity,
                             std::optional<int64_t> num_kv_splits) {
+  int64_t bytes = 0;
+#ifdef MLA_HAVE_SM90A
   mla::DecodeParams p{};
   p.b = static_cast<int>(b);
   p.s_q = static_cast<int>(s_q);
   p.h_q = static_cast<int>(h_q);
   p.max_blocks = capacity;  // of one token each
   p.num_kv_splits = static_cast<int>(num_kv_splits.value_or(0));
-  return static_cast<int64_t>(mla::sm90a::workspace_bytes(p));
+  bytes = static_cast<int64_t>(mla::sm90a::workspace_bytes(p));
+#endif
+#ifdef MLA_HAVE_SM100
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0, static_cast<void>(cudaGetLastError());
+  for (int device = 0; device < devices; ++device) {  // enough for each device here
+    int major = 0, minor = 0;
+    if (target_of(device, &major, &minor) != Target::kSm100a) continue;
+    const auto own = static_cast<int64_t>(
+        mla::sm100a::make_plan(b, capacity, static_cast<int>(num_kv_splits.value_or(0)), mla::sm100a::sm_count(device))
+            .bytes);
+    if (own > bytes) bytes = own;
+  }
+#endif
+  return bytes;
 }
 
 }  // namespace

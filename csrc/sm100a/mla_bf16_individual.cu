@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Contributors to mla-kernels
+#include "mla.cuh"
+
+namespace mla::sm100a {
+
+template void launch_mla<DType::kBF16, false>(const KernelCall&, cudaStream_t);
+
+}  // namespace mla::sm100a
