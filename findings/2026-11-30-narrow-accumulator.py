@@ -6,7 +6,8 @@ from mla_kernels import studies
 from mla_kernels.reference import Accumulator
 
 _, flash = studies.recorded("h200", "accuracy")
-flash = flash[(flash["distribution"] == "shifted_mean") & (flash["b"] > 1)]
+flash = flash[(flash["kernel"] == "flashmla") & (flash["dtype"] == "e4m3") & (flash["distribution"] == "shifted_mean")]
+flash = flash[(flash["b"] > 1) & (flash["s"] <= 32768)]
 
 gap = {12: 0.0, 13: 0.0, 14: 0.0}
 for row in flash.to_dict("records"):
