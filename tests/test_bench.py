@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import Cuda
 
 from mla_kernels import bench, build, measurements, ops, peers
 from mla_kernels.cases import SM_SCALE, inputs_from
@@ -21,7 +22,7 @@ from mla_kernels.measurements import speed_row
 from mla_kernels.metrics import relative_error
 from mla_kernels.peers import torch_path
 from mla_kernels.reference import attention
-from mla_kernels.timing import Timing, hardware
+from mla_kernels.timing import GpuClock, Timing, hardware
 
 COLUMNS = ["kernel", "dtype", "b", "s_q", "h_q", "s", "page_size", "us_median", "us_p10", "us_p90", "num_kv_splits"]
 ACCURACY = [
@@ -165,6 +166,18 @@ def test_wrong_answers_and_failures_have_no_time(monkeypatch: pytest.MonkeyPatch
     assert absent == {}
     for row in rows:
         assert (row["us_median"] is None) == ("reason" in row)
+
+
+@pytest.mark.parametrize(("fails", "how"), [("", "graph"), ("not permitted", "eager")])
+def test_rows_say_how_they_were_timed(
+    fails: str, how: str, monkeypatch: pytest.MonkeyPatch, cpu_build: build.Built
+) -> None:
+    monkeypatch.setattr(bench, "clock_for", lambda device: GpuClock("cpu", l2_write=1024, cuda=Cuda(fails)))
+    rows, _, _ = bench.measure_speed([(1, 2, 64)], device="cpu", dtypes=("e4m3",), names=("torch_sdpa",), rounds=3)
+    assert [row["kernel"] for row in rows] == ["mla_kernels", "torch_sdpa"]
+    assert {(row["clock"], row["l2"]) for row in rows} == {(how, "cleared")}
+    # the stand-in moves its clock by 20 µs for a replay, and not at all for a call that it knows nothing of
+    assert {row["us_median"] for row in rows} == {20.0 if how == "graph" else 0.0}
 
 
 def test_our_outputs_are_poisoned_first(monkeypatch: pytest.MonkeyPatch, cpu_build: build.Built) -> None:
