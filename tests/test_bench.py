@@ -172,12 +172,18 @@ def test_wrong_answers_and_failures_have_no_time(monkeypatch: pytest.MonkeyPatch
 def test_rows_say_how_they_were_timed(
     fails: str, how: str, monkeypatch: pytest.MonkeyPatch, cpu_build: build.Built
 ) -> None:
-    monkeypatch.setattr(bench, "clock_for", lambda device: GpuClock("cpu", l2_write=1024, cuda=Cuda(fails)))
-    rows, _, _ = bench.measure_speed([(1, 2, 64)], device="cpu", dtypes=("e4m3",), names=("torch_sdpa",), rounds=3)
-    assert [row["kernel"] for row in rows] == ["mla_kernels", "torch_sdpa"]
-    assert {(row["clock"], row["l2"]) for row in rows} == {(how, "cleared")}
-    # the stand-in moves its clock by 20 µs for a replay, and not at all for a call that it knows nothing of
-    assert {row["us_median"] for row in rows} == {20.0 if how == "graph" else 0.0}
+    cuda = Cuda(fails, call_us=30.0)
+    decode = ops.mla_decode_out
+
+    def takes_20_us(**args: Any) -> Any:
+        cuda.now_us += 20.0
+        return decode(**args)
+
+    monkeypatch.setattr(ops, "mla_decode_out", takes_20_us)
+    monkeypatch.setattr(bench, "clock_for", lambda device: GpuClock("cpu", l2_write=1024, cuda=cuda))
+    rows, _, _ = bench.measure_speed([(1, 2, 64)], device="cpu", dtypes=("e4m3",), names=(), rounds=3)
+    assert [(row["clock"], row["l2"]) for row in rows] == [(how, "cleared")]
+    assert rows[0]["us_median"] == pytest.approx(30.0 if how == "graph" else 20.0)  # a replay of the stand-in takes 30
 
 
 def test_our_outputs_are_poisoned_first(monkeypatch: pytest.MonkeyPatch, cpu_build: build.Built) -> None:
