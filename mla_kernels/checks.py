@@ -38,7 +38,7 @@ INPUT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 WRITTEN = ("out", "lse", "workspace")
 ALLOCATE = "allocate it so"
 
-#: What the kernels of the CUDA targets take.
+#: What the kernels of the CUDA targets take; those of sm100a and sm100f take all.
 CUDA_INPUT_DTYPES = (torch.float8_e4m3fn,)
 CUDA_STRIDE = 16  # elements of one byte: TMA and cp.async move 16 bytes at a time
 
@@ -101,6 +101,14 @@ def _check_number(name: str, value: object, expected: str = "a number") -> None:
         if name == "sm_scale":
             way_out = "usually (128 + 64) ** -0.5 of the unabsorbed head"
         _fail(TypeError, name, expected, "None" if value is None else type(value).__name__, way_out)
+
+
+def _more_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """What a CUDA device takes on top of CUDA_INPUT_DTYPES."""
+    if not torch.cuda.is_available():
+        return ()
+    target = TARGET_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
+    return INPUT_DTYPES if target in ("sm100a", "sm100f") else ()
 
 
 def check_splits(value: object) -> None:
@@ -235,7 +243,7 @@ def check_decode(
         if q_nope.dtype == torch.uint8:
             way_out = "pass q_nope.view(torch.float8_e4m3fn) if its bytes are e4m3 codes"
         _fail(TypeError, "q_nope", f"one of {allowed}", _dtype_name(q_nope.dtype), way_out)
-    if q_nope.device.type == "cuda" and q_nope.dtype not in CUDA_INPUT_DTYPES:
+    if q_nope.device.type == "cuda" and q_nope.dtype not in (*CUDA_INPUT_DTYPES, *_more_dtypes(q_nope.device)):
         _fail(
             NotImplementedError,
             "q_nope",
