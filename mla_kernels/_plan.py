@@ -122,6 +122,7 @@ def plan(
     targets: Sequence[str] = ("cpu",),
     *,
     fast_math: bool = False,
+    first_only: bool = False,
     source_dir: str | os.PathLike[str] | None = None,
     compiler: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -166,6 +167,11 @@ def plan(
         cutlass, cutlass_version = toolchain.find_cutlass()
         architectures, notes = toolchain.cuda_architectures(gpu, environ.get("TORCH_CUDA_ARCH_LIST", ""))
         paths |= {"nvcc": nvcc.path, "cutlass": cutlass}
+        if cudart := toolchain.packaged_cudart(nvcc.path):
+            paths["cudart"] = cudart
+            options["CUDA_CUDART"] = "@cudart"
+        if first_only:
+            options["MLA_SM100A_FIRST"] = "ON"
         options |= {
             "CMAKE_CUDA_COMPILER": "@nvcc",
             "CMAKE_CUDA_HOST_COMPILER": "@cxx",

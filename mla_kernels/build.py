@@ -69,7 +69,7 @@ class Built:
     path: shared library, its name carries the key. key: hex digits over everything that went into it; also what
     torch.ops.mla_kernels.build_key() returns. targets: sorted. log: full output of the build. seconds: how long
     compiling took, also when it now came from the cache. rebuilt: whether this call compiled it. info: compiler, flags,
-    torch, CPU features, CUTLASS version, jobs, GPU architectures inside, and notes.
+    torch, CPU features, CUTLASS version, jobs, GPU architectures inside, seconds of each file, and notes.
     """
 
     path: Path
@@ -90,6 +90,7 @@ def build(
     targets: Sequence[str] = ("cpu",),
     *,
     fast_math: bool = False,
+    first_only: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     source_dir: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
@@ -99,10 +100,12 @@ def build(
 ) -> Built:
     """The library for `targets`, from the cache or compiled now.
 
-    targets: names from cpu, sm90a, sm100a, sm100f. fast_math: let the compiler reorder fp32 arithmetic. cache_dir: a
-    folder of your own; by default the user's cache, or a temporary folder where that cannot be used. source_dir: by
-    default csrc/. jobs: compilers at once, by default from free memory and cores. force: compile even if the cache has
-    it. compiler: path of a C++ compiler. build_timeout: seconds after which everything that it started is killed.
+    targets: names from cpu, sm90a, sm100a, sm100f. fast_math: let the compiler reorder fp32 arithmetic. first_only: of
+    sm100a and sm100f, compile one instantiation (e4m3, split rows) instead of six, to inspect and not to run: the
+    library refuses the others. cache_dir: a folder of your own; by default the user's cache, or a temporary folder
+    where that cannot be used. source_dir: by default csrc/. jobs: compilers at once, by default from free memory and
+    cores. force: compile even if the cache has it. compiler: path of a C++ compiler. build_timeout: seconds after which
+    everything that it started is killed.
 
     The key covers the contents of all files in csrc/, targets, fast_math, compiler, flags, nvcc, CUTLASS, torch and CPU
     features: editing a header builds again, editing nothing does not. One build runs at a time in a cache; other
@@ -114,7 +117,10 @@ def build(
         raise ValueError(f"jobs: expected a whole number of at least 1 or None, got {jobs!r}")
     if not build_timeout > 0:
         raise ValueError(f"build_timeout: expected seconds above 0, got {build_timeout!r}")
-    asked = plan(targets, fast_math=fast_math, source_dir=source_dir, compiler=compiler)
+    plan_again = functools.partial(
+        plan, targets, fast_math=fast_math, first_only=first_only, source_dir=source_dir, compiler=compiler
+    )
+    asked = plan_again()
     root = _store.open_cache(cache_dir, _say)
     if not force and (found := _from_cache(root, asked)):
         return found
@@ -126,7 +132,7 @@ def build(
             if built := _compile(root, asked, held, used, build_timeout):
                 return built
             _say("the sources were edited while they were compiled; starting over")
-            asked = plan(targets, fast_math=fast_math, source_dir=source_dir, compiler=compiler)
+            asked = plan_again()
     raise BuildError(f"{asked.paths['source']} was edited while it was compiled, {EDITS} times; build when it rests")
 
 
@@ -171,6 +177,9 @@ def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeou
         log = open(log_path, "wb", buffering=0)  # noqa: SIM115
     environment = {name: value for name, value in os.environ.items() if not _HIDDEN.fullmatch(name)}
     environment |= {"LC_ALL": "C.UTF-8", "TMPDIR": str(work / "tmp")}
+    if cudart := asked.paths.get("cudart"):
+        folders = [os.path.dirname(cudart), environment.get("LIBRARY_PATH", "")]
+        environment["LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
     names = ", ".join(asked.targets)
     _say(f"building {names} (key {asked.key}, {jobs} at once); log: {log_path}")
     for note in asked.notes:
@@ -193,13 +202,34 @@ def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeou
         return None
     architectures = _checked_architectures(library, asked.targets)
     seconds = round(time.monotonic() - start, 3)
-    recorded = {"jobs": jobs, "architectures": architectures, "notes": asked.notes, "recovered": held.recovered}
+    recorded: dict[str, Any] = {
+        "jobs": jobs,
+        "architectures": architectures,
+        "notes": asked.notes,
+        "recovered": held.recovered,
+    }
+    recorded["file_seconds"] = _file_seconds(work / "build" / ".ninja_log")
     with _store.explained(root, "cannot store the library"):
         fields = {"log": log_path.name, "seconds": seconds, "info": {**asked.identity, **recorded}}
         entry = _store.commit(root, asked.key, library, fields)
     _store.prune(root, asked.key)
     _say(f"built {names} in {seconds:.1f} s: {entry['path']}")
     return _as_built(entry, asked.targets, rebuilt=True)
+
+
+def _file_seconds(ninja_log: Path) -> dict[str, float]:
+    """Wall time of each compiled file, from Ninja's log: {"sm100a/launch.cu": 1.5}; empty where there is no log."""
+    try:
+        lines = ninja_log.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    seconds = {}
+    for line in lines:
+        fields = line.split("\t")
+        if len(fields) == 5 and fields[3].endswith(".o"):
+            name = re.sub(r"CMakeFiles/\w+\.dir/", "", fields[3]).removesuffix(".o")
+            seconds[name] = round((int(fields[1]) - int(fields[0])) / 1000, 1)
+    return dict(sorted(seconds.items()))
 
 
 def _supervised(command: list[str], log: BinaryIO, environment: dict[str, str], seconds: float) -> int | None:

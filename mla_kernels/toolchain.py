@@ -38,12 +38,14 @@ __all__ = [
     "choose_jobs",
     "cpu_features",
     "cuda_architectures",
+    "cuobjdumps",
     "device_choice",
     "embedded_architectures",
     "find_compiler",
     "find_cutlass",
     "find_nvcc",
     "find_tool",
+    "packaged_cudart",
     "printable",
     "torch_facts",
 ]
@@ -367,6 +369,15 @@ def find_nvcc(
     return Tool(os.path.abspath(path), version, f"{match[0]} ({origin})")
 
 
+def packaged_cudart(nvcc: str) -> str | None:
+    """libcudart of a toolkit in the layout of the PyPI packages: in lib/ under its full name, where nvcc and CMake do
+    not look. None for a toolkit with lib64/.
+    """
+    root = Path(os.path.realpath(nvcc)).parent.parent
+    found = [] if (root / "lib64").exists() else sorted((root / "lib").glob("libcudart.so*"))
+    return str(found[-1]) if found else None
+
+
 def find_cutlass() -> tuple[str, str]:
     """Folder and version of the CUTLASS sources that the package nvidia-cutlass carries."""
     package = _package_folder("cutlass_library")
@@ -426,7 +437,7 @@ def cuda_architectures(targets: Iterable[str], arch_list: str = "") -> tuple[lis
     return [f"{arch}-real" for arch in asked], notes
 
 
-def _elf_section(data: bytes, wanted: bytes) -> bytes:
+def elf_section(data: bytes, wanted: bytes) -> bytes:
     """Contents of one section of a 64-bit little-endian ELF file; empty if there is none."""
     (table,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names = struct.unpack_from("<HHH", data, 0x3A)
@@ -441,7 +452,7 @@ def _elf_section(data: bytes, wanted: bytes) -> bytes:
 def _fatbin_architectures(data: bytes) -> set[str]:
     """Architectures of the images in .nv_fatbin, in the layout that nvcc 13.0 writes."""
     found = set()
-    section = _elf_section(data, b".nv_fatbin")
+    section = elf_section(data, b".nv_fatbin")
     at = 0
     while at + 16 <= len(section):
         magic, _, header, length = struct.unpack_from("<IHHQ", section, at)
@@ -462,6 +473,16 @@ def _fatbin_architectures(data: bytes) -> set[str]:
     return found
 
 
+def cuobjdumps(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Every cuobjdump here: of CUDA_HOME, on PATH, of the package nvidia-cuda-cuobjdump."""
+    candidates: list[Path | str | None] = [shutil.which("cuobjdump", path=environ.get("PATH", ""))]
+    if environ.get("CUDA_HOME"):
+        candidates.insert(0, Path(environ["CUDA_HOME"]) / "bin" / "cuobjdump")
+    package = _package_folder("nvidia")
+    candidates += sorted(package.glob("*/bin/cuobjdump")) if package else []
+    return [str(program) for program in candidates if program is not None and os.access(program, os.X_OK)]
+
+
 def embedded_architectures(
     path: str | os.PathLike[str], environ: Mapping[str, str] = os.environ
 ) -> frozenset[str] | None:
@@ -470,16 +491,9 @@ def embedded_architectures(
     Asks cuobjdump where there is one (CUDA_HOME, PATH, package nvidia-cuda-cuobjdump), else reads the file's .nv_fatbin
     section. Empty for a library without GPU code; None if neither could tell.
     """
-    candidates: list[Path | str | None] = [shutil.which("cuobjdump", path=environ.get("PATH", ""))]
-    if environ.get("CUDA_HOME"):
-        candidates.insert(0, Path(environ["CUDA_HOME"]) / "bin" / "cuobjdump")
-    package = _package_folder("nvidia")
-    candidates += sorted(package.glob("*/bin/cuobjdump")) if package else []
-    for program in candidates:
-        if program is None or not os.access(program, os.X_OK):
-            continue
-        _, machine_code = ask([str(program), "--list-elf", os.fspath(path)], 20)
-        _, ptx = ask([str(program), "--list-ptx", os.fspath(path)], 20)
+    for program in cuobjdumps(environ):
+        _, machine_code = ask([program, "--list-elf", os.fspath(path)], 20)
+        _, ptx = ask([program, "--list-ptx", os.fspath(path)], 20)
         images = re.findall(r"^ELF file\s+\d+:.*\.(sm_\d+[af]?)\.cubin", machine_code, re.M)
         images += [f"compute_{n}" for n in re.findall(r"^PTX file\s+\d+:.*\.sm_(\d+[af]?)\.ptx", ptx, re.M)]
         if images:

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Contributors to mla-kernels
 #include "mla.cuh"
+#include "mla/facts.h"
 
 namespace mla::sm100a {
 
 template void launch_mla<DType::kBF16, true>(const KernelCall&, cudaStream_t);
+MLA_FACT(fact, "mla bf16, persistent", Kernel<DType::kBF16, true>::SharedStorageSize);
 
 }  // namespace mla::sm100a

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Contributors to mla-kernels
+//
+// Shared memory of each instantiation, for mla_kernels/inspection.py.
+#include "mla/facts.h"
+
+#include "traits.h"
+
+namespace mla::sm90a {
+
+MLA_FACT(n16_tma, "decode e4m3, 16 lines, TMA", Traits<16, true>::kSharedBytes);
+MLA_FACT(n16_gather, "decode e4m3, 16 lines, gather", Traits<16, false>::kSharedBytes);
+MLA_FACT(n32_tma, "decode e4m3, 32 lines, TMA", Traits<32, true>::kSharedBytes);
+MLA_FACT(n32_gather, "decode e4m3, 32 lines, gather", Traits<32, false>::kSharedBytes);
+MLA_FACT(n64_tma, "decode e4m3, 64 lines, TMA", Traits<64, true>::kSharedBytes);
+MLA_FACT(n64_gather, "decode e4m3, 64 lines, gather", Traits<64, false>::kSharedBytes);
+
+}  // namespace mla::sm90a
