@@ -38,7 +38,7 @@ INSTRUCTIONS = {
     "traps": r"BPT\.TRAP",
 }
 _OPCODES = {name: re.compile(rf"(?:@!?U?P\w+\s+)?(?:{pattern})") for name, pattern in INSTRUCTIONS.items()}
-NO_CUOBJDUMP = "no cuobjdump: python -m pip install nvidia-cuda-cuobjdump"
+NO_CUOBJDUMP = "no cuobjdump: python -m pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
 _FACT = struct.Struct("<56sq")
 _CUTLASS_DTYPES = {"float_e4m3_t": "e4m3", "bfloat16_t": "bf16", "half_t": "fp16"}
@@ -101,7 +101,11 @@ def instruction_counts(library: str | os.PathLike[str], environ: Mapping[str, st
         command = [program, "-sass", os.fspath(library)]
         counts: dict[tuple[str, str], collections.Counter[str]] = {}
         architecture, current = "", None
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        # cuobjdump runs nvdisasm, which lies beside it or on PATH.
+        path = os.pathsep.join([os.path.dirname(program), environ.get("PATH", "")])
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**environ, "PATH": path}
+        ) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 if found := re.match(r"\s*arch = sm_(\w+)", line):

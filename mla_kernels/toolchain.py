@@ -488,23 +488,27 @@ def embedded_architectures(
 ) -> frozenset[str] | None:
     """GPU architectures inside a built library, as {'sm_90a', 'compute_90a'}: machine code is sm_, PTX is compute_.
 
-    Asks cuobjdump where there is one (CUDA_HOME, PATH, package nvidia-cuda-cuobjdump), else reads the file's .nv_fatbin
-    section. Empty for a library without GPU code; None if neither could tell.
+    Reads the file's .nv_fatbin section; where that holds nothing that is known here, cuobjdump is asked, if there is
+    one. It is not asked first, since cuobjdump 13.5 lists family code (sm_100f) as sm_100. Empty for a library without
+    GPU code; None if neither could tell.
     """
+    images: set[str] | None = None
+    try:
+        data = Path(path).read_bytes()
+        if data[:6] == b"\x7fELF\x02\x01":
+            images = _fatbin_architectures(data)
+    except (OSError, ValueError, struct.error):
+        pass
+    if images:
+        return frozenset(images)
     for program in cuobjdumps(environ):
         _, machine_code = ask([program, "--list-elf", os.fspath(path)], 20)
         _, ptx = ask([program, "--list-ptx", os.fspath(path)], 20)
-        images = re.findall(r"^ELF file\s+\d+:.*\.(sm_\d+[af]?)\.cubin", machine_code, re.M)
-        images += [f"compute_{n}" for n in re.findall(r"^PTX file\s+\d+:.*\.sm_(\d+[af]?)\.ptx", ptx, re.M)]
-        if images:
-            return frozenset(images)
-    try:
-        data = Path(path).read_bytes()
-        if data[:6] != b"\x7fELF\x02\x01":
-            return None
-        return frozenset(_fatbin_architectures(data))
-    except (OSError, ValueError, struct.error):
-        return None
+        listed = re.findall(r"^ELF file\s+\d+:.*\.(sm_\d+[af]?)\.cubin", machine_code, re.M)
+        listed += [f"compute_{n}" for n in re.findall(r"^PTX file\s+\d+:.*\.sm_(\d+[af]?)\.ptx", ptx, re.M)]
+        if listed:
+            return frozenset(listed)
+    return None if images is None else frozenset()
 
 
 def cpu_features() -> list[str]:
