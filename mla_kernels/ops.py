@@ -247,6 +247,11 @@ def mla_decode(
     values of seq_lens, block_table and scales on the device cannot be refused. They never lead out of the tensors: a
     length counts as 0 below 0 and as max_blocks × page_size above it, and a page id outside the cache stands for a page
     of zeros. A CUDA graph may be captured, and replayed with other lengths.
+
+    On compute capability 10.0 (target sm100a: CUTLASS's kernel, compiled and not run by us) e4m3, bf16 and fp16 are
+    taken, s_q is 1, pages have 128 tokens, scales are numbers or CPU tensors, and queries are aligned as the cache is.
+    The automatic plan then follows b and the number of SMs, and what stands after a row's last token on its last page
+    has to be finite.
     """
     arguments = _arguments(q_nope, q_pe, kv_cache, seq_lens, block_table, sm_scale, q_scale, kv_scale, num_kv_splits)
     out, lse = torch.ops.mla_kernels.mla_decode(*arguments)
@@ -309,7 +314,8 @@ def workspace_size(
 
     The same function of the loaded build sizes and runs. On the CPU it is 24 MiB at the most, whatever the shape. On
     CUDA it holds fp32 partials of every split, 0 bytes for one split and else b × s_q × h_q × splits × 2056 with both
-    parts rounded up to 256, where splits is what `split_plan` gives a row of `capacity` tokens.
+    parts rounded up to 256, where splits is what `split_plan` gives a row of `capacity` tokens. Target sm100a needs
+    b × 131584 bytes and 262656 for each row and split, padded to 128 heads; the size is enough for every device here.
     """
     on = torch.device(device)
     checks.check_target(on, loaded_targets())

@@ -114,3 +114,21 @@ def test_first_only_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.key != first.key
     assert "MLA_SM100A_FIRST" not in whole.options
     assert first.options["MLA_SM100A_FIRST"] == "ON"
+
+
+def test_page_for_a_b200_names_commands_and_options_that_exist() -> None:
+    text = (CSRC.parent / "docs/b200.md").read_text()
+    commands = re.findall(r"^python -m (mla_kernels\.\w+) (\w+) (.*)$", text, flags=re.M)
+    assert [(module, command) for module, command, _ in commands] == [
+        ("mla_kernels.bench", "gpu"),
+        ("mla_kernels.bench", "accuracy"),
+    ]
+    for module, command, options in commands:
+        shown = subprocess.run([sys.executable, "-m", module, command, "--help"], capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stderr
+        for option in re.findall(r"--[\w-]+", options):
+            assert option in shown.stdout
+        assert "--page-size 128" in options  # the only one that the target takes
+    for row in toolchain.DEVICES:
+        if row.major > 10 or row.minor == 3:
+            assert f"| {row.major}.{'x' if row.minor is None else row.minor} |" in text
