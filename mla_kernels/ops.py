@@ -315,7 +315,7 @@ def workspace_size(
     The same function of the loaded build sizes and runs. On the CPU it is 24 MiB at the most, whatever the shape. On
     CUDA it holds fp32 partials of every split, 0 bytes for one split and else b × s_q × h_q × splits × 2056 with both
     parts rounded up to 256, where splits is what `split_plan` gives a row of `capacity` tokens. Target sm100a needs
-    b × 131584 bytes and 262656 for each row and split, padded to 128 heads; the size is enough for every device here.
+    about b × 131592 bytes and 262656 for each row and split, padded to 128 heads; it is enough for every device here.
     """
     on = torch.device(device)
     checks.check_target(on, loaded_targets())

@@ -26,6 +26,7 @@ from mla_kernels.formats import FORMATS, decode, encode, round_to
 from mla_kernels.model import Comparison, Model
 from mla_kernels.ops import loaded_targets, mla_decode, split_plan
 from mla_kernels.reference import KERNEL, Accumulator, Rounding, attention, tensor_core_matmul
+from mla_kernels.toolchain import DEVICE_TARGETS
 
 __all__ = [
     "accumulator_loop_table",
@@ -53,20 +54,26 @@ __all__ = [
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999, 1.0)
 
 
+#: Targets that the notebooks compute with. Their cases have page sizes and numbers of query tokens that sm100a refuses.
+NOTEBOOK_TARGETS = ("cpu", "sm90a")
+
+
 def load_kernels() -> build.Built:
-    """Load every target that this machine can both build and run: the CPU's, and a GPU's where there is one."""
-    rows = build.capability_report()
+    """Load every target of NOTEBOOK_TARGETS that this machine can build and run: the CPU's, and a GPU's if it is here."""
+    rows = [row for row in build.capability_report() if row["target"] in NOTEBOOK_TARGETS]
     return build.load(targets=tuple(row["target"] for row in rows if row["can_build"] and row["can_run"]) or ("cpu",))
 
 
 def pick_device(device: str = "auto") -> str:
-    """ "auto" gives "cuda" where the loaded library has a GPU target and torch sees a GPU, else "cpu"."""
+    """ "auto" gives "cuda" where the loaded library has a target of NOTEBOOK_TARGETS for torch's GPU, else "cpu"."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
-    gpu = torch.cuda.is_available() and any(target != "cpu" for target in loaded_targets())
+    usable = set(loaded_targets()) & set(NOTEBOOK_TARGETS)
+    gpu = torch.cuda.is_available() and DEVICE_TARGETS.get(torch.cuda.get_device_capability()) in usable
     if device == "cuda" and not gpu:
         raise ValueError(
-            f'device: "cuda" needs a GPU and a library with a GPU target, loaded: {loaded_targets()}; use "auto"'
+            f'device: "cuda" needs a GPU and a library with a target for it that the notebooks compute with '
+            f'({", ".join(NOTEBOOK_TARGETS[1:])}), loaded: {loaded_targets()}; use "auto"'
         )
     return "cuda" if device != "cpu" and gpu else "cpu"
 

@@ -12,7 +12,7 @@ import torch
 from build_stubs import FATBIN_IMAGES, REAL_COMPILER, Site, fatbin_source, script
 from test_toolchain import BANNER
 
-from mla_kernels import build, checks, toolchain
+from mla_kernels import build, checks, studies, toolchain
 from mla_kernels.build import BuildError
 from mla_kernels.toolchain import TorchFacts
 
@@ -69,6 +69,29 @@ def test_bf16_and_fp16_on_blackwell(monkeypatch: pytest.MonkeyPatch, capability:
     monkeypatch.setattr(checks, "CUDA_INPUT_DTYPES", (torch.float8_e4m3fn,))
     more = checks._more_dtypes(torch.device("cuda"))
     assert ({torch.bfloat16, torch.float16} <= set(more)) == taken
+
+
+@pytest.mark.parametrize(
+    ("capability", "loaded", "device"),
+    [
+        ((9, 0), ("cpu", "sm90a"), "cuda"),
+        ((9, 0), ("cpu", "sm90a", "sm100a"), "cuda"),
+        ((9, 0), ("cpu", "sm100a"), "cpu"),  # compiled to be looked at
+        ((10, 0), ("cpu", "sm90a", "sm100a"), "cpu"),  # the notebooks' cases are not what its kernel takes
+        ((12, 0), ("cpu", "sm90a"), "cpu"),
+    ],
+)
+def test_device_of_the_notebooks(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], loaded: tuple[str, ...], device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
+    monkeypatch.setattr(studies, "loaded_targets", lambda: loaded)
+    assert studies.pick_device("auto") == device
+    assert studies.pick_device("cpu") == "cpu"
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r'device: "cuda" needs a GPU and a library with .* \(sm90a\), loaded: '):
+            studies.pick_device("cuda")
 
 
 def test_report_says_why_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
