@@ -59,7 +59,7 @@ NOTEBOOK_TARGETS = ("cpu", "sm90a")
 
 
 def load_kernels() -> build.Built:
-    """Load every target of NOTEBOOK_TARGETS that this machine can build and run: the CPU's, and a GPU's if it is here."""
+    """Load the targets of NOTEBOOK_TARGETS that this machine can build and run: the CPU's, and that of a GPU here."""
     rows = [row for row in build.capability_report() if row["target"] in NOTEBOOK_TARGETS]
     return build.load(targets=tuple(row["target"] for row in rows if row["can_build"] and row["can_run"]) or ("cpu",))
 
