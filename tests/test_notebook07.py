@@ -36,11 +36,17 @@ def test_the_case_is_the_published_one():
     assert len(select("published")) == 48
 
 
-class TestProcesses:
-    @pytest.fixture(scope="class")
-    def rows(self, cpu_build):
-        return failure.run(failure.failed_case(**SMALL), processes=3, repeats=2, at_once=2)
+@pytest.fixture(scope="module")
+def rows(cpu_build):
+    return failure.run(failure.failed_case(**SMALL), processes=3, repeats=2, at_once=2)
 
+
+@pytest.fixture(scope="module")
+def batches(cpu_build):
+    return planted.batches(12, 4096, 4)
+
+
+class TestProcesses:
     def test_a_row_a_process_all_right(self, rows):
         assert [r["process"] for r in rows] == [0, 1, 2]
         assert {r["verdict"] for r in rows} == {"ok"}
@@ -172,10 +178,6 @@ class TestRecorded:
 
 
 class TestPlanted:
-    @pytest.fixture(scope="class")
-    def batches(self, cpu_build):
-        return planted.batches(12, 4096, 4)
-
     def test_the_kernel_is_right_in_every_row(self, batches):
         for batch in batches:
             for entry in (0, 5, 11):

@@ -18,12 +18,13 @@ from mla_kernels.explore.sources import Source, open_source
 from mla_kernels.explore.widgets import MODELS, Explorer
 
 if TYPE_CHECKING:
+    from mla_kernels.model import Capture
     from mla_kernels.report import Page
 
 __all__ = ["Explorer", "Settings", "Source", "Study", "open_source", "show"]
 
 
-def show(page: Page | None = None, model: str = MODELS[0], **settings: Any) -> Explorer:
+def show(page: Page | None = None, model: str | Capture = MODELS[0], **settings: Any) -> Explorer:
     """Show the explorer, starting from `settings` (fields of `Settings`); the same starting point as a picture where
     `page` is one of a report that is run without a person. Returns the explorer."""
     explorer = Explorer(model, **settings)

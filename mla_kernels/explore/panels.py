@@ -82,7 +82,8 @@ def histogram(axes: list[Axes], table: pd.DataFrame) -> None:
     axis.set_ylim(-4.2, 0.1)
     axis.set_xlabel("absolute error of an output element")
     axis.set_ylabel("share of elements, %")
-    axis.legend(loc="upper left", fontsize=8, frameon=False, handlelength=1.8, borderaxespad=0.1)
+    if len(finite):
+        axis.legend(loc="upper left", fontsize=8, frameon=False, handlelength=1.8, borderaxespad=0.1)
     _title(axis, "Errors of the elements")
 
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 import torch
@@ -23,12 +24,16 @@ from torch import Tensor
 from mla_kernels.cases import DISTRIBUTIONS, SM_SCALE
 from mla_kernels.formats import D
 
-__all__ = ["DRAWN", "Source", "captured", "drawn", "open_source"]
+if TYPE_CHECKING:
+    from mla_kernels.model import Capture
+
+__all__ = ["DRAWN", "Source", "captured", "drawn", "from_capture", "open_source"]
 
 DRAWN = "drawn"  # the name of the source that has the named distributions for layers
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8  # decode steps shown of a capture
 DRAWN_HEADS, DRAWN_STEPS = 4, 2
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def drawn(seed: int = 0) -> Source:
 
     return Source(
         DRAWN, "drawn at random, by named distribution", names, DRAWN_HEADS, tuple(range(DRAWN_STEPS)),
-        (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768), SM_SCALE, "step", load,
+        LENGTHS, SM_SCALE, "step", load,
     )  # fmt: skip
 
 
@@ -101,10 +106,27 @@ def captured(path: str | Path, *, name: str = "", steps: int = STEPS) -> Source:
         return found["q"][chosen], kv, [t + 1 - n for t, n in zip(chosen, lens, strict=True)], lens
 
     longest = chosen[-1] + 1
-    lengths = tuple(n for n in (64, 128, 256, 512, 1024, 2048, 4096) if n < longest)
+    lengths = tuple(n for n in LENGTHS if n < longest)
     return Source(
         name or Path(path).stem, f"captured, {longest} tokens", tuple(map(str, layers)), heads, tuple(chosen), lengths,
         float(about.get("sm_scale", SM_SCALE)), "step", load,
+    )  # fmt: skip
+
+
+def from_capture(capture: Capture, *, steps: int = STEPS) -> Source:
+    """The first prompt of a capture that is in memory (`model.capture`), without loading its model again."""
+    first = next(capture.prompts())
+    longest, heads, _ = first.layers[0].q.shape
+    chosen = list(range(longest - 1, -1, -max(1, longest // steps)))[:steps][::-1]
+
+    def load(layer: int, length: int | None) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        held = first.layers[layer]
+        lens = [min(length or t + 1, t + 1) for t in chosen]
+        return held.q[chosen], held.kv, [t + 1 - n for t, n in zip(chosen, lens, strict=True)], lens
+
+    return Source(
+        first.model, f"captured, {longest} tokens", tuple(str(i) for i in range(len(first.layers))), heads,
+        tuple(chosen), tuple(n for n in LENGTHS if n < longest), first.sm_scale, "step", load,
     )  # fmt: skip
 
 

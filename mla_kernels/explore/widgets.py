@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import pandas as pd
@@ -18,8 +18,11 @@ from matplotlib.figure import Figure
 from mla_kernels import build, ops
 from mla_kernels.explore import panels
 from mla_kernels.explore.compute import P_SCALES, SCALES, Settings, Study, has_kernel
-from mla_kernels.explore.sources import DRAWN, Source, open_source
+from mla_kernels.explore.sources import DRAWN, Source, from_capture, open_source
 from mla_kernels.formats import FORMATS
+
+if TYPE_CHECKING:
+    from mla_kernels.model import Capture
 
 __all__ = ["MODELS", "Explorer"]
 
@@ -36,16 +39,20 @@ ALTS = {
 class Explorer:
     """Choices, and the figures that follow them. `widget` is what to display; `settings` and `row` what is chosen.
 
-    models: names for the first choice: "drawn", a capture file, or a checkpoint (folder or hub id). Others are taken as
-    `model`. The rest are fields of `Settings`; `layer` may also be a layer's name, `head` and `step` start as all.
+    model, models: names for the first choice: "drawn", a capture file, or a checkpoint (folder or hub id); `model` may
+    also be a capture in memory (`model.capture`), of which the first prompt is shown. The rest are fields of
+    `Settings`; `layer` may also be a layer's name, `head` and `step` start as all.
     """
 
-    def __init__(self, model: str = MODELS[0], *, models: Sequence[str] = MODELS, **settings: Any) -> None:
+    def __init__(self, model: str | Capture = MODELS[0], *, models: Sequence[str] = MODELS, **settings: Any) -> None:
         known = {field.name for field in fields(Settings)}
         for name in settings:
             if name not in known:
                 raise TypeError(f"{name}: expected one of {', '.join(sorted(known))} as a setting of the explorer")
         self._studies: dict[str, Study] = {}
+        if not isinstance(model, str):
+            self._studies[model.model] = Study(from_capture(model))
+            model = model.model
         self._models = list(dict.fromkeys([model, *models]))
         self._filling = False
         self._shown: dict[str, Any] = {}
