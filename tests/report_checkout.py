@@ -53,12 +53,13 @@ class Checkout:
     def profile(self, name, text):
         (self.notebooks / "params" / f"{name}.yaml").write_text(text)
 
-    def start(self, *arguments, **options):
-        """Start the command line in this checkout."""
+    def start(self, *arguments, variables=None, **options):
+        """Start the command line in this checkout, with more variables in its environment."""
         command = [sys.executable, "-m", "mla_kernels.report", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
         return subprocess.Popen(
             command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=_listen_to_interrupts, **options,
+            env=environment, preexec_fn=_listen_to_interrupts, **options,
         )  # fmt: skip
 
     def call(self, *arguments, **options):

@@ -31,7 +31,7 @@ class SweepTerminal(SweepReporter):
     def start(self, sweep: Sweep, folder: Path, reused: int, stale: Mapping[str, int]) -> None:
         click.echo(f"{len(sweep.cells)} cells of {sweep.notebook.name}, {self.where}, kernel: {sys.executable}")
         if reused:
-            click.echo(f"  {reused} ended in an earlier run and are taken over")
+            click.echo(f"  {reused} of an earlier run {'is' if reused == 1 else 'are'} taken over")
         for why, count in stale.items():
             click.echo(f"  {count} of an earlier run {'is' if count == 1 else 'are'} run again: {why}")
 

@@ -13,6 +13,9 @@ import io
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import tarfile
 import tempfile
 from collections import deque
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mla_kernels.report.errors import ReportError
+from mla_kernels.report.execute import package_path
 from mla_kernels.report.parameters import Notebook
 from mla_kernels.report.runner import Plan, run_report
 
@@ -28,7 +32,16 @@ __all__ = ["Engine", "LostWorker", "RayEngine", "Sequence", "has_ray", "run_cell
 
 INSTALL = "pip install 'mla-kernels[cluster]'"
 OBJECTS = 256 << 20  # bytes of Ray's object store on this machine; a cell's archive is under a few megabytes
+STARTS = 4  # tries to start Ray here, which gives up after 30 s, too few on a machine that is busy
 LEFT_OUT = [".git", ".venv", "reports", "build", "**/__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"]
+
+
+# Some of Ray's processes outlive a killed parent.
+WARDEN = """
+import sys
+from mla_kernels.report.processes import end_children
+end_children(int(sys.argv[1]), sys.argv[2])
+"""
 
 
 class LostWorker(Exception):
@@ -134,23 +147,50 @@ class RayEngine:
     def __init__(self, *, workers: int | None, threads: int, gpus: int, address: str, root: Path) -> None:
         ray = _import_ray()
         self.ray, self._folder = ray, ""
+        self._warden: subprocess.Popen[bytes] | None = None
         self._running: dict[Any, str] = {}
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if address:
             options |= {"address": address, "runtime_env": {"working_dir": str(root), "excludes": LEFT_OUT}}
         else:
             self._folder = tempfile.mkdtemp(prefix="mla-ray-", dir="/tmp")  # short: sockets lie in it
+            self._warden = subprocess.Popen(
+                [sys.executable, "-c", WARDEN, str(os.getpid()), self._folder], stdin=subprocess.PIPE,
+                start_new_session=True, env={**os.environ, "PYTHONPATH": package_path()},
+            )  # fmt: skip
             options |= {
                 "address": "local", "num_cpus": workers or 1, "include_dashboard": False, "_temp_dir": self._folder,
                 "object_store_memory": OBJECTS,
             }  # fmt: skip
         try:
             with _quiet():
-                ray.init(**options)
+                self._connect(options, address)
             self._start(workers, 1 if not address else threads, gpus, address)
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, options: Mapping[str, Any], address: str) -> None:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:
+            if port.isdigit():  # Ray itself would try for ten minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
+            for left in reversed(range(STARTS)):
+                try:
+                    self.ray.init(**options)
+                    break
+                except Exception as error:
+                    self.ray.shutdown()
+                    if address or not left or "timed out during startup" not in str(error):
+                        raise
+        except Exception as error:  # a node that does not come up is a bare Exception
+            text = " ".join(str(error).split())[:200]
+            if not address:
+                raise ReportError(f"Ray does not start on this machine: {text}", exit_code=1) from error
+            raise ReportError(
+                f"--address: no Ray cluster can be used at {address!r}: {text}. Is it up (ray status), of this version "
+                f"({self.ray.__version__}) and, if it asks for a token, RAY_AUTH_MODE=token set here?"
+            ) from error
 
     def _start(self, workers: int | None, cpus: int, gpus: int, address: str) -> None:
         there = self.ray.cluster_resources()
@@ -204,8 +244,9 @@ class RayEngine:
                     with contextlib.suppress(Exception):
                         self.ray.cancel(reference, force=True)
                 self.ray.shutdown()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._warden is not None and self._warden.stdin is not None:
+            self._warden.stdin.close()
+            self._warden.wait()
 
 
 def _import_ray() -> Any:

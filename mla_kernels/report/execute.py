@@ -25,7 +25,7 @@ from mla_kernels.report.files import write_text, write_trouble
 from mla_kernels.report.parameters import Notebook
 from mla_kernels.report.processes import end_marked
 
-__all__ = ["Outcome", "Progress", "execute"]
+__all__ = ["Outcome", "Progress", "execute", "package_path"]
 
 # After `stop`, the worker saves the partial notebook; this is far more than that takes.
 GRACE_SECONDS = 20.0
@@ -112,7 +112,7 @@ def execute(
         worker = subprocess.Popen(
             [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE, stdout=raw_file, stderr=raw_file, pass_fds=(write_end,), start_new_session=True,
-            env={"OMP_WAIT_POLICY": OMP_WAIT_POLICY, **os.environ, "PYTHONPATH": _python_path(), **(variables or {})},
+            env={"OMP_WAIT_POLICY": OMP_WAIT_POLICY, **os.environ, "PYTHONPATH": package_path(), **(variables or {})},
         )  # fmt: skip
     os.close(write_end)
     assert worker.stdin is not None
@@ -192,8 +192,8 @@ class _Watch:
             self.ran = True
 
 
-def _python_path() -> str:
-    """This package must be importable in the worker, installed or not."""
+def package_path() -> str:
+    """PYTHONPATH with which this package can be imported in another process, installed or not."""
     return os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

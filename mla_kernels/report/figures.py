@@ -130,6 +130,7 @@ def moves(labels: Sequence[str], changes: Sequence[float], noises: Sequence[floa
 
     figure = Figure(figsize=(WIDTH, 1.1 + 0.3 * len(labels)), layout="constrained")
     axis = figure.subplots()
+    axis.use_sticky_edges = False  # or the bars of noise end at the frame
     places = range(len(labels))
     axis.barh(places, [2 * n for n in noises], left=[-n for n in noises], height=0.62, color="#c9cdd3", label="noise")
     axis.hlines(places, 0, changes, color="#0b559f", lw=1.2)

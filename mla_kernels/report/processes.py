@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import contextlib
+import select
+import shutil
+import sys
 import time
 
 import psutil  # type: ignore[import-untyped]
 
-__all__ = ["MARK", "end_marked", "marked"]
+__all__ = ["MARK", "end_children", "end_marked", "marked"]
 
 # Environment variable of the kernel which every process started by it inherits, so that none is left behind.
 MARK = "MLA_REPORT_RUN"
@@ -35,3 +38,22 @@ def end_marked(mark: str) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(0.02)  # no wait(): the exit code belongs to the parent
+
+
+def end_children(parent: int, folder: str) -> None:
+    """Wait for the end of stdin, then kill what the process `parent` has started meanwhile, and remove `folder`.
+
+    stdin is a pipe that only the parent holds, so it ends with the parent, however that ends. Its descendants are noted
+    while it lives: afterwards nothing tells whose they were.
+    """
+    known: set[psutil.Process] = set()
+    while True:
+        with contextlib.suppress(psutil.Error):
+            known |= set(psutil.Process(parent).children(recursive=True))
+        known = {process for process in known if process.is_running()} - {psutil.Process()}
+        if select.select([sys.stdin], [], [], 1.0)[0]:
+            break
+    for process in known:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
