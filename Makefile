@@ -7,6 +7,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 NAME ?= report
+FILE ?= notebooks/sweeps/lengths.yaml
 ARGS ?=
 # Set CONSTRAINTS= (empty) to let pip choose versions, for instance to use a torch that is not the pinned one.
 CONSTRAINTS ?= constraints.txt
@@ -38,8 +39,8 @@ build: $(ENV)  ## compile the kernels for the targets that this machine can buil
 bench: $(ENV)  ## time the operator beside its peers, in one interleaved run
 	$(PY) -m pytest benchmarks $(ARGS)
 
-sweep: $(ENV)  ## run a parameter grid: not there yet
-	@echo "make sweep: parameter grids are not written yet; use make report NAME=... ARGS='-p name=value'" >&2; exit 2
+sweep: $(ENV)  ## run a parameter grid and compare its cells (FILE=notebooks/sweeps/lengths.yaml)
+	$(PY) -m mla_kernels.report sweep $(FILE) $(ARGS)
 
 lint: $(LINT)  ## ruff, mypy and clang-format
 	$(VENV)/bin/ruff check .

@@ -53,9 +53,9 @@ class Checkout:
     def profile(self, name, text):
         (self.notebooks / "params" / f"{name}.yaml").write_text(text)
 
-    def start(self, *arguments, variables=None, **options):
-        """Start the command line in this checkout, with more variables in its environment."""
-        command = [sys.executable, "-m", "mla_kernels.report", *arguments]
+    def start(self, *arguments, variables=None, script="", **options):
+        """Start the command line, or a script, in this checkout, with more variables in its environment."""
+        command = [sys.executable, *(["-c", script] if script else ["-m", "mla_kernels.report"]), *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
         return subprocess.Popen(
             command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
