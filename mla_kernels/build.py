@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -69,7 +70,8 @@ class Built:
     path: shared library, its name carries the key. key: hex digits over everything that went into it; also what
     torch.ops.mla_kernels.build_key() returns. targets: sorted. log: full output of the build. seconds: how long
     compiling took, also when it now came from the cache. rebuilt: whether this call compiled it. info: compiler, flags,
-    torch, CPU features, CUTLASS version, jobs, GPU architectures inside, seconds of each file, and notes.
+    torch, CPU features, CUTLASS version, jobs, GPU architectures inside, seconds of each file and of the processors,
+    and notes.
     """
 
     path: Path
@@ -164,7 +166,7 @@ def _work_parent(root: Path) -> Path:
 
 def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeout: float) -> Built | None:
     """Compile and store; None if the sources did not stay as they were for their key."""
-    start = time.monotonic()
+    start, used_before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with _store.explained(root, "cannot set up the build"):
         work = held.private_folder(_work_parent(root))
         links = asked.links(str(work))
@@ -209,6 +211,10 @@ def _compile(root: Path, asked: Plan, held: _store.Held, jobs: int, build_timeou
         "recovered": held.recovered,
     }
     recorded["file_seconds"] = _file_seconds(work / "build" / ".ninja_log")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    recorded["processor_seconds"] = round(
+        used.ru_utime + used.ru_stime - used_before.ru_utime - used_before.ru_stime, 1
+    )
     with _store.explained(root, "cannot store the library"):
         fields = {"log": log_path.name, "seconds": seconds, "info": {**asked.identity, **recorded}}
         entry = _store.commit(root, asked.key, library, fields)

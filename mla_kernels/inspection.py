@@ -4,26 +4,38 @@
 
 Registers and spills are what ptxas wrote into the build's log, shared memory of a launch is what the sources left in
 the library (csrc/include/mla/facts.h), and instructions are counted in its machine code by cuobjdump.
+
+    python -m mla_kernels.inspection --target sm90a --target sm100a --record data/measurements/compiled/kernels.json
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
-import json
 import os
 import re
 import struct
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from mla_kernels import toolchain
+from mla_kernels import build, toolchain
 from mla_kernels.build import Built
+from mla_kernels.measurements import provenance, read_measurements, write_measurements
 
-__all__ = ["INSTRUCTIONS", "compiled_kernels", "instruction_counts", "kernel_name", "kernels_here_or_recorded"]
+__all__ = [
+    "INSTRUCTIONS",
+    "compiled_kernels",
+    "instruction_counts",
+    "kernel_name",
+    "kernels_here_or_recorded",
+    "side_by_side",
+    "wrong_formats",
+]
 
 #: Columns of instruction counts, and the opcodes that start so. UTC*MMA is Blackwell's and sums in tensor memory, *GMMA
 #: is Hopper's and sums in registers.
@@ -39,6 +51,13 @@ INSTRUCTIONS = {
 }
 _OPCODES = {name: re.compile(rf"(?:@!?U?P\w+\s+)?(?:{pattern})") for name, pattern in INSTRUCTIONS.items()}
 NO_CUOBJDUMP = "no cuobjdump: python -m pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+
+#: The kernel that stands for each target: e4m3, most heads.
+REPRESENTATIVES = {
+    "sm90a": "decode e4m3, 64 lines, TMA",
+    "sm100a": "mla e4m3, individual",
+    "sm100f": "mla e4m3, individual",
+}
 
 _FACT = struct.Struct("<56sq")
 _CUTLASS_DTYPES = {"float_e4m3_t": "e4m3", "bfloat16_t": "bf16", "half_t": "fp16"}
@@ -153,6 +172,71 @@ def kernels_here_or_recorded(built: Built) -> tuple[pd.DataFrame, str]:
         missing = "" if "instructions" in kernels else f"; instructions are not counted: {NO_CUOBJDUMP}"
         return kernels, f"compiled here, not run{missing}"
     path = Path(__file__).resolve().parents[1] / "data/measurements/compiled/kernels.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    told = content["provenance"]
-    return pd.DataFrame(content["rows"]), f"recorded: {told['nvcc']}, CUTLASS {told['cutlass']}, {told['date']}"
+    told, rows = read_measurements(path)
+    return pd.DataFrame(
+        rows
+    ), f"recorded, compiled and not run: nvcc {told['nvcc']}, CUTLASS {told['cutlass']}, {told['date']}"
+
+
+def side_by_side(kernels: pd.DataFrame) -> pd.DataFrame:
+    """One e4m3 kernel of each target as a column, what is known of it as rows."""
+    chosen = [
+        row
+        for target, name in REPRESENTATIVES.items()
+        for _, row in kernels[(kernels["target"] == target) & (kernels["kernel"] == name)].iterrows()
+    ]
+    table = pd.DataFrame({row["target"]: row.drop("target") for row in chosen})
+    return table.rename_axis("what").reset_index()
+
+
+def wrong_formats(kernels: pd.DataFrame) -> list[str]:
+    """Decode kernels whose tensor-core instructions are not those of their inputs' format; none where not counted."""
+    if "fp8_mma" not in kernels:
+        return []
+    decode = kernels[kernels["kernel"].str.match(r"(mla|decode) ")]
+    fp8 = decode["kernel"].str.contains("e4m3")
+    right = ((decode["fp8_mma"] > 0) == fp8) & ((decode["bf16_fp16_mma"] > 0) != fp8)
+    return [f"{row['target']} {row['kernel']}" for _, row in decode[~right].iterrows()]
+
+
+def _main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mla_kernels.inspection", description="Compile GPU targets and show what came out."
+    )
+    parser.add_argument("--target", action="append", choices=list(toolchain.GPU_TARGETS), help="default: sm90a, sm100a")
+    parser.add_argument("--source-dir", help="folder csrc; default: this checkout's")
+    parser.add_argument("--cache-dir", help="default: the user's cache folder")
+    parser.add_argument("--record", type=Path, help="write the rows to this file")
+    options = parser.parse_args(arguments)
+    targets = options.target or ["sm90a", "sm100a"]
+    try:
+        built = build.build(("cpu", *targets), source_dir=options.source_dir, cache_dir=options.cache_dir)
+    except (build.BuildError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    kernels = compiled_kernels(built)
+    print(kernels.to_string(index=False))
+    if options.record:
+        facts = {
+            "what": "GPU kernels as compiled, on a machine without a GPU; nothing was run",
+            "nvcc": built.info["nvcc"]["version"].removeprefix("release ").split(" ")[0],
+            "cutlass": built.info["cutlass"],
+            "jobs": built.info["jobs"],
+            "build_seconds": built.seconds,
+            "build_processor_seconds": built.info.get("processor_seconds"),
+            "note": "seconds are wall times of files compiled side by side, but for build_processor_seconds",
+        }
+        told = provenance(**facts)
+        kept = {
+            name: value for name, value in told.items() if name not in ("gpu", "driver", "cuda", "peers", "threads")
+        }
+        write_measurements(
+            options.record,
+            [{str(name): value for name, value in row.items()} for row in kernels.to_dict("records")],
+            kept,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -41,7 +41,7 @@ def test_blackwell_library_compiles_loads_and_tells(tmp_path: Path) -> None:
     assert set(kernels.index) == {"finish bf16", "finish fp16", "mla e4m3, individual", "prepare"}
     assert (kernels["spill_bytes"] == 0).all()
     mla = kernels.loc["mla e4m3, individual"]
-    assert 200_000 < mla["shared_bytes"] <= 232_448
+    assert 150_000 < mla["shared_bytes"] <= 232_448
     if "fp8_mma" in kernels:  # cuobjdump is in the extra too
         assert mla["fp8_mma"] >= 26
         assert mla["bf16_fp16_mma"] == mla["spill_moves"] == 0
