@@ -20,6 +20,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.text import Text
 
 from mla_kernels.explore.compute import HEAT_STEPS
 from mla_kernels.plots import PART_COLOURS, PART_ORDER
@@ -29,12 +30,14 @@ __all__ = ["PANELS", "layers_html", "picture", "sheet"]
 LAYERS_TITLE = f"Layers, last {HEAT_STEPS} steps: a colour scale for each column"
 DPI = 144  # one and a half pixels a CSS pixel
 CSS_DPI = 96
+SHEET = 0.74  # a page holds it three times: file, page and notebook
 _TEXT = "#222222"
 _STYLE: Any = {
     "font.family": "sans-serif", "font.size": 9, "axes.edgecolor": "#999999", "axes.linewidth": 0.8, "axes.grid": False,
     "axes.facecolor": "white", "figure.facecolor": "white", "text.color": _TEXT, "axes.labelcolor": _TEXT,
-    "xtick.color": _TEXT, "ytick.color": _TEXT, "xtick.bottom": True, "ytick.left": True, "xtick.major.size": 3,
-    "ytick.major.size": 3, "figure.constrained_layout.use": False,
+    "axes.labelsize": 9, "axes.titlesize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "xtick.major.width": 0.8,
+    "ytick.major.width": 0.8, "xtick.color": _TEXT, "ytick.color": _TEXT, "xtick.bottom": True, "ytick.left": True,
+    "xtick.major.size": 3, "ytick.major.size": 3, "figure.constrained_layout.use": False,
 }  # fmt: skip
 _DASHES: dict[str, Any] = {"format": "-", "stage": (0, (4, 1.5)), "implementation": (0, (1, 1)), "total": "-"}
 _SHORT = {"implementation": "kernel"}
@@ -185,7 +188,7 @@ def detail(axes: list[Axes], tables: Mapping[str, pd.DataFrame]) -> None:
     off.set_ylabel("format − oracle", color=PART_COLOURS["format"], fontsize=8)
     off.tick_params(labelsize=8)
     scores.set_ylabel("oracle")
-    scores.set_xlabel("token")
+    scores.set_xlabel("token" + (f" ({len(show)} of {len(tokens)} shown)" if len(show) < len(tokens) else ""))
     _title(scores, "Scores")
 
     floor = 1e-9
@@ -221,9 +224,13 @@ def detail(axes: list[Axes], tables: Mapping[str, pd.DataFrame]) -> None:
     _title(tiles, "Where: % of squared error (line: of P)")
 
 
-def _thinned(table: pd.DataFrame, most: int = 2048) -> pd.DataFrame:
-    """At most `most` tokens, the likeliest first."""
-    return table if len(table) <= most else table.nlargest(most, "p_oracle").sort_values("token")
+def _thinned(table: pd.DataFrame, most: int = 500) -> pd.DataFrame:
+    """At most `most` tokens: half of them the likeliest, the others evenly spread. Dots are what a PNG weighs."""
+    if len(table) <= most:
+        return table
+    top = table.nlargest(most // 2, "p_oracle")
+    rest = table.drop(top.index)
+    return pd.concat([top, rest.iloc[:: -(-len(rest) // (most - len(top)))]]).sort_values("token")
 
 
 #: Panel: its size in inches, its axes [left, bottom, width, height] in inches, and what draws it.
@@ -255,7 +262,7 @@ def picture(panel: str, data: Any) -> tuple[bytes, int, int]:
 
 
 def sheet(data: Mapping[str, Any], title: str) -> Figure:
-    """All panels on one Figure, as the widgets lay them out. `data` by panel."""
+    """All panels on one Figure, as the widgets lay them out, at SHEET of their size. `data` by panel."""
     gap, top = 0.15, 0.4
     places = {"histogram": (0.0, 0), "split": (5.5, 0), "layers": (0.0, 1), "detail": (0.0, 2)}
     heights = [3.0, 2.6, 5.4]
@@ -266,6 +273,11 @@ def sheet(data: Mapping[str, Any], title: str) -> Figure:
             bottom = total - top - sum(heights[: row + 1]) - gap * row
             _draw(figure, panel, data[panel], left, bottom)
         figure.text(0.01, 1 - 0.2 / total, title, fontsize=10, va="center", color=_TEXT)
+        for text in figure.findobj(Text):
+            text.set_fontsize(SHEET * float(text.get_fontsize()))
+        for axis in figure.axes:  # their labels, those to come included
+            axis.tick_params(labelsize=SHEET * _STYLE["xtick.labelsize"])
+        figure.set_size_inches(SHEET * 10.9, SHEET * total)
     return figure
 
 
