@@ -35,6 +35,7 @@ from mla_kernels.cases import DTYPES, Case, Inputs, make_inputs, select
 from mla_kernels.checks import CUDA_INPUT_DTYPES
 from mla_kernels.formats import D_V
 from mla_kernels.reference import EXACT, Rounding, attention, kernel_rounding
+from mla_kernels.toolchain import DEVICE_TARGETS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -348,6 +349,15 @@ def recorded_runs() -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def _targets(device: str) -> tuple[str, ...]:
+    """The CPU target, and that of this machine's GPU."""
+    if device == "cpu":
+        return ("cpu",)
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: cuda needs a GPU that torch sees, torch {torch.__version__} sees none; use cpu")
+    return ("cpu", DEVICE_TARGETS.get(torch.cuda.get_device_capability(), "sm90a"))
+
+
 def _main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--child"]:
@@ -374,11 +384,12 @@ def _main(arguments: Sequence[str] | None = None) -> int:
 
     from mla_kernels import measurements
 
-    targets = ("cpu",) if options.device == "cpu" else ("cpu", "sm90a")
-    build.load(targets=targets)
     case = failed_case(options.b, options.seq_len, options.h_q, options.page_size, options.dtype)
     start = time.monotonic()
     try:
+        if options.out:
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
+        build.load(targets=_targets(options.device))
         rows = run(
             case, device=options.device, processes=options.processes, repeats=options.repeats,
             at_once=options.at_once, timeout_s=options.timeout, say=print,
@@ -388,8 +399,8 @@ def _main(arguments: Sequence[str] | None = None) -> int:
         if options.grid:
             found = grid(rows=options.grid_rows, device=options.device, dtypes=("e4m3", "bf16"), say=print)
             rows += [{"kind": "grid", **row} for row in found]
-    except ValueError as error:
-        print(error, file=sys.stderr)
+    except (ValueError, RuntimeError, OSError) as error:  # what cannot be run, in its own words
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     wrong = [row for row in rows if row["verdict"] != "ok" and not row["verdict"].startswith("not run")]
     print(f"{len(rows)} rows, {len(wrong)} not ok, {time.monotonic() - start:.0f} s")

@@ -176,6 +176,24 @@ class TestRecorded:
         assert rows[0]["verdict"] == "ok"
         assert source["command"].startswith("python -m mla_kernels.failure --processes 1")
 
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["--processes", "0"], "processes: expected at least 1, got 0"),
+            (["--dtype", "e4m3", "--device", "cuda"], "device: cuda needs a GPU that torch sees"),
+            (["--b", "2", "--out", "/dev/null/x/failure.json"], "/dev/null"),
+        ],
+    )
+    def test_what_cannot_run_is_said_before_anything_runs(self, cpu_build, options, words):
+        if "cuda" in options and torch.cuda.is_available():
+            options = [*options, "--processes", "0"]
+            words = "processes: expected at least 1, got 0"
+        command = [sys.executable, "-m", "mla_kernels.failure", *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
 
 class TestPlanted:
     def test_the_kernel_is_right_in_every_row(self, batches):
