@@ -12,6 +12,8 @@ import nbformat
 import papermill
 import pytest
 
+from mla_kernels.report.share import bundle_report
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
@@ -84,6 +86,11 @@ def test_smoke_report_is_finished_with_all_claims_met(smoke):
         claims = results["notebooks"][name]["claims"]
         assert claims
         assert all(claim["ok"] for claim in claims)
+
+
+def test_a_bundle_of_all_notebooks_is_small_enough_to_mail(smoke, tmp_path):
+    """Under 10 MB. A full report has more numbers in it than this one, but no more figures, which are most of it."""
+    assert bundle_report(smoke, tmp_path).stat().st_size < 10_000_000
 
 
 def test_smoke_report_verifies(smoke):

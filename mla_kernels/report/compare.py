@@ -204,7 +204,7 @@ def _picture(
         for cell in sweep.cells
     ]
     write_text(folder / f"{name}.csv", _csv([*sweep.axes, "state", metric], rows))
-    width, height = (round(inches * 96) for inches in figure.get_size_inches())
+    width, height = (round(inches * figures.SCREEN_DPI) for inches in figure.get_size_inches())
     cut = f" Shown are {figures.MOST_PANELS} of {len(panels)} panels." if len(panels) > figures.MOST_PANELS else ""
     return {
         "png": f"{name}.png", "csv": f"{name}.csv", "width": width, "height": height, "title": title,

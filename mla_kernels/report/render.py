@@ -326,6 +326,7 @@ def _thumbnail(path: Path) -> str:
             small = small.crop((0, 0, small.width, tallest))  # the top of a tall figure; its page has all of it
         small.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
         data = io.BytesIO()
+        small = small.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
         small.save(data, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
 
