@@ -33,7 +33,7 @@ needs_nvcc = pytest.mark.skipif(bool(missing()), reason=f"{NEEDS} ({missing()[:1
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # six minutes on two cores that six others use
 def test_blackwell_library_compiles_loads_and_tells(tmp_path: Path) -> None:
-    """About 110 seconds of a core: CPU target, launcher, and CUTLASS's kernel for e4m3 with the individual scheduler."""
+    """About 110 seconds of a core: CPU target, launcher, and one instantiation of CUTLASS's kernel."""
     built = build.build(("cpu", "sm100a"), first_only=True, jobs=2)
     assert built.info["architectures"] == ["sm_100a"]
     assert built.info["file_seconds"]["sm100a/mla_e4m3_individual.cu"] > 0
