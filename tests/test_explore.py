@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Contributors to mla-kernels
 """The explorer: its numbers against the library's, choices, pictures. The browser is in test_explore_lab.py."""
 
+import json
 import re
 
 import numpy as np
@@ -9,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mla_kernels import explore, metrics, plots, report
+from mla_kernels import explore, metrics, model, plots, report
 from mla_kernels.cases import captured_inputs, run_case
 from mla_kernels.explore import compute, panels, sources
 from mla_kernels.explore.compute import CAUSE_WORDS, stage_probabilities
@@ -246,6 +247,24 @@ class TestPanels:
     def test_all_zero_errors_are_drawn(self):
         table = plots.log_histogram({"format": [0.0] * 9, "stage": [0.0] * 9, "total": [0.0] * 9})
         assert panels.picture("histogram", table)[0].startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("notebook", sorted((sources.ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_notebook_opens_it(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    assert any(cell["cell_type"] == "code" and "explore.show(" in "".join(cell["source"]) for cell in cells)
+
+
+def test_a_capture_in_memory_is_a_source(cpu_build):
+    generator = torch.Generator().manual_seed(0)
+    q, kv = (torch.randn(n, generator=generator).to(torch.bfloat16) for n in ((90, 3, 576), (90, 576)))
+    layer = model.LayerCapture(q, kv[:, :D_V], kv[:, D_V:], torch.zeros(90, 3, D_V))
+    made = model.Capture((layer, layer), (torch.arange(80), torch.arange(10)), 0.1, "in-memory")
+    study = compute.Study(sources.from_capture(made))
+    assert study.source.layers == ("0", "1")
+    assert study.source.steps[-1] == 79, "the first prompt alone"
+    expected, _ = attention(q[79][None], kv[None, :80], [80], sm_scale=0.1)
+    torch.testing.assert_close(study._oracle(1, None)[-1], expected[0])
 
 
 def test_a_checkpoint_is_captured_once(tmp_path, monkeypatch):

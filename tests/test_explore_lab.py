@@ -17,7 +17,7 @@ import psutil
 import pytest
 from browser import Browser
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[1]
 PANELS = ("histogram", "split", "detail")
 OFTEN = 0.2  # seconds between looks
