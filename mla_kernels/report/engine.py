@@ -73,7 +73,8 @@ def run_cell(job: Mapping[str, Any]) -> bytes:
 
     Args:
         job: `id`, `root` (of the checkout; "" means the working folder), `notebook` (path in it), `parameters`,
-            `variables` (of its environment), `time_limit`; for the manifest `profile`, `command`, `repository`, `cell`.
+            `variables` (of its environment), `time_limit`, `scratch` (a folder for its files; default: where temporary
+            files go); for the manifest `profile`, `command`, `repository`, `cell`.
 
     Raises:
         ReportError: when the cell's report could not be written.
@@ -84,7 +85,8 @@ def run_cell(job: Mapping[str, Any]) -> bytes:
         (notebook,), {notebook.name: job["parameters"]}, job["profile"], root,
         variables=job["variables"], repository=job["repository"], cell=job["cell"],
     )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="mla-sweep-", ignore_cleanup_errors=True) as folder:
+    scratch = job.get("scratch") or None
+    with tempfile.TemporaryDirectory(prefix="mla-sweep-", dir=scratch, ignore_cleanup_errors=True) as folder:
         done = run_report(
             plan, job["id"], reports_dir=Path(folder), time_limit=job["time_limit"], command=job["command"]
         )
@@ -215,7 +217,7 @@ class RayEngine:
     def _fill(self) -> None:
         while self._waiting and (self.limit is None or len(self._running) < self.limit):
             job = self._waiting.popleft()
-            self._running[self._task.remote(dict(job))] = job["id"]
+            self._running[self._task.remote({**job, "scratch": self._folder})] = job["id"]  # which goes with Ray
 
     def ended(self, timeout: float) -> list[tuple[str, bytes | Exception]]:
         done, _ = self.ray.wait(list(self._running), num_returns=1, timeout=timeout)
