@@ -127,7 +127,10 @@ def test_constraints_pin_every_direct_dependency():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    used = [*project["dependencies"], *(r for name in extras if name not in ("vllm", "gpu", "nvcc") for r in extras[name])]
+    used = [
+        *project["dependencies"],
+        *(r for name in extras if name not in ("vllm", "gpu", "nvcc") for r in extras[name]),
+    ]
     for entry in used:
         name = Requirement(entry).name.lower().replace("_", "-")
         assert name == "mla-kernels" or name in pinned, f"constraints.txt has no pin for {name}"
