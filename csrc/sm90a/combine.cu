@@ -4,111 +4,194 @@
 // Merges the partials of rows with several splits:
 //   out = out_scale * sum_i w_i O_i / sum_i w_i,  w_i = exp(lse_i - max lse)   with the log-sum-exps of the rounded P
 //   lse = log sum_i exp(lse_i)                                                 with those of the unrounded P
-// One CTA a line: kGroups groups of 128 threads share the splits, each thread has 4 dims. The order of the sums is
-// fixed. It is launched while the decode kernel still runs and waits for its end before it reads.
+// A unit of work is 128 dims of one line. 1, 4 or 16 warps share its splits (more where units are few), each lane has 4
+// dims; CTAs of 16 warps walk over the units. The order of the sums is fixed and the same whatever the number of warps:
+// sixteen sums of splits g, g + 16, ... each, then those in turn. The kernel is launched while the decode kernel still
+// runs and waits for its end before it reads; where no row of the batch has several splits it ends at once.
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include "check_cuda.h"
 #include "launch_parts.h"
-#include "mla/scheduler.h"
+#include "work.cuh"
 
 namespace mla::sm90a {
 namespace {
 
-constexpr int kGroups = 4;
-constexpr int kGroupThreads = kDimNope / 4;
+constexpr int kWarps = 16;
+constexpr int kOwnPlanRows = 32;
+constexpr int kUnitDims = 128;
+constexpr int kParts = kDimNope / kUnitDims;
+constexpr int kSums = 16;
+constexpr int kSplitsASum = kMaxSplits / kSums;
+constexpr int kSplitsALane = kMaxSplits / 32;
 
-__global__ void __launch_bounds__(kGroups* kGroupThreads) combine_kernel(const __grid_constant__ KernelParams p) {
-  __shared__ float weight[kMaxSplits];
-  __shared__ float4 partial[kGroups - 1][kGroupThreads];
-  __shared__ float inverse;
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
 
-  const int row = blockIdx.x, line = blockIdx.y;
-  const int raw = p.d.seq_lens[row * p.d.seq_lens_stride];  // not written by the decode kernel
-  const int len = raw < 0 ? 0 : raw < p.capacity ? raw : p.capacity;
-  const int splits = num_splits(len, p.d.num_kv_splits);
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// A log-sum-exp of several, by a warp that holds them kSplitsALane a lane; the lanes' weights into `weight`, their sum
+// is returned and `base` is what they are relative to.
+__device__ __forceinline__ float weights(const float (&lse)[kSplitsALane], float (&weight)[kSplitsALane], float& base) {
+  float top = -INFINITY, sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kSplitsALane; ++k) top = fmaxf(top, lse[k]);
+  top = warp_max(top);
+  base = top == -INFINITY ? 0.f : top;
+#pragma unroll
+  for (int k = 0; k < kSplitsALane; ++k) {
+    weight[k] = expf(lse[k] - base);
+    sum += weight[k];
+  }
+  return warp_sum(sum);
+}
+
+template <int kWarpsAUnit>
+__global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ KernelParams p) {
+  constexpr int kUnits = kWarps / kWarpsAUnit;  // of a CTA at a time
+  constexpr int kGroups = kSums / kWarpsAUnit;  // sums of one warp
+  constexpr int kAhead = kGroups == 1 ? 8 : kGroups == 4 ? 4 : 0;
+  __shared__ float4 partial[kWarpsAUnit > 1 ? kSums * kUnits : 1][32];
+  const int warp = threadIdx.x / 32 % kWarpsAUnit, lane = threadIdx.x % 32, mine = threadIdx.x / 32 / kWarpsAUnit;
+  const float out_scale = p.d.out_scale * (p.kv_scale ? *p.kv_scale : 1.f);
+  // Few rows: the plan is worked out here while the decode kernel runs. Else it is read from the workspace.
+  __shared__ int2 own_plan[kOwnPlanRows];
+  const bool own = p.d.b <= kOwnPlanRows;
+  if (own && threadIdx.x < 32) {
+    const int tiles_a_split = p.d.num_kv_splits > 0 ? 1 : plan_batch(p);
+    const int tiles = lane < p.d.b ? static_cast<int>(num_tiles(row_length(p, lane))) : 0;
+    const int splits = row_splits(tiles, p.d.num_kv_splits, tiles_a_split);
+    int inclusive = splits;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int below = __shfl_up_sync(~0u, inclusive, d);
+      if (lane >= d) inclusive += below;
+    }
+    own_plan[lane] = make_int2(inclusive - splits, splits);
+  }
+  __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (splits <= 1) return;  // the decode kernel has written this row
+  if (!own && *p.any_split == 0) return;
 
-  const int64_t first = static_cast<int64_t>(row) * p.max_splits * p.lines + line;
-  const int token = line / p.d.h_q, head = line - token * p.d.h_q;
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    float2 lse[kMaxSplits / 32];
-    float2 top = make_float2(-INFINITY, -INFINITY);
+  const int units = p.d.b * p.lines * kParts;
+  for (int first_unit = blockIdx.x * kUnits; first_unit < units; first_unit += gridDim.x * kUnits) {
+    const int unit = first_unit + mine;
+    const int part = unit % kParts, row = unit / kParts / p.lines, line = unit / kParts - row * p.lines;
+    const int2 plan = unit >= units ? make_int2(0, 0) : own ? own_plan[row] : p.row_plan[row];
+    const int splits = plan.y > 1 ? plan.y : 0;  // 1: the decode kernel has written this row
+    const int64_t first = static_cast<int64_t>(plan.x) * p.lines + line;
+    const float4* source = reinterpret_cast<const float4*>(p.partial_o + first * kDimNope + part * kUnitDims) + lane;
+    const int64_t step = static_cast<int64_t>(p.lines) * (kDimNope / 4);
+
+    float lse[kSplitsALane], lse_exact[kSplitsALane], weight[kSplitsALane], unused[kSplitsALane], base;
 #pragma unroll
-    for (int k = 0; k < kMaxSplits / 32; ++k) {
+    for (int k = 0; k < kSplitsALane; ++k) {
       const int i = k * 32 + lane;
-      lse[k] =
+      const float2 both =
           i < splits ? p.partial_lse[first + static_cast<int64_t>(i) * p.lines] : make_float2(-INFINITY, -INFINITY);
-      top = make_float2(fmaxf(top.x, lse[k].x), fmaxf(top.y, lse[k].y));
+      lse[k] = both.x;
+      lse_exact[k] = both.y;
     }
+    // The first kAhead splits of each of this warp's sums are on their way before the weights are known.
+    float4 x[kAhead > 0 ? kGroups : 1][kAhead > 0 ? kAhead : 1];
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2) {
-      top.x = fmaxf(top.x, __shfl_xor_sync(~0u, top.x, d));
-      top.y = fmaxf(top.y, __shfl_xor_sync(~0u, top.y, d));
-    }
-    const float base = top.x == -INFINITY ? 0.f : top.x, base_exact = top.y == -INFINITY ? 0.f : top.y;
-    float sum = 0.f, sum_exact = 0.f;
+    for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-    for (int k = 0; k < kMaxSplits / 32; ++k) {
-      const float w = expf(lse[k].x - base);
-      if (k * 32 + lane < splits) weight[k * 32 + lane] = w;
-      sum += w;
-      sum_exact += expf(lse[k].y - base_exact);
+      for (int k = 0; k < kAhead; ++k) {
+        const int i = k * kSums + g * kWarpsAUnit + warp;
+        x[g][k] = i < splits ? source[i * step] : make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+    const float sum = weights(lse, weight, base);
+    const int token = line / p.d.h_q, head = line - token * p.d.h_q;
+    if (part == 0 && warp == 0 && splits > 0) {
+      const float sum_exact = weights(lse_exact, unused, base);
+      if (lane == 0)
+        p.d.lse[row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] =
+            sum_exact == 0.f ? -INFINITY : base + logf(sum_exact);
     }
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll(kGroups < 4 ? kGroups : 4)
+    for (int g = 0; g < kGroups; ++g) {
+      const int first_split = g * kWarpsAUnit + warp;
+      float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2) {
-      sum += __shfl_xor_sync(~0u, sum, d);
-      sum_exact += __shfl_xor_sync(~0u, sum_exact, d);
+      for (int k = 0; k < kSplitsASum; ++k) {
+        const int i = k * kSums + first_split;
+        if (k * kSums >= splits) continue;
+        const float w = __shfl_sync(~0u, weight[k / 2], (k % 2) * kSums + first_split);
+        const float4 y = k < kAhead   ? x[kAhead > 0 ? g : 0][k < kAhead ? k : 0]
+                         : i < splits ? source[i * step]
+                                      : make_float4(0.f, 0.f, 0.f, 0.f);
+        o = make_float4(fmaf(w, y.x, o.x), fmaf(w, y.y, o.y), fmaf(w, y.z, o.z), fmaf(w, y.w, o.w));
+      }
+      if constexpr (kWarpsAUnit > 1) {
+        partial[mine * kSums + first_split][lane] = o;
+      } else {
+        total = add(total, o);
+      }
     }
-    if (lane == 0) {
-      inverse = sum == 0.f ? 0.f : p.d.out_scale * (p.kv_scale ? *p.kv_scale : 1.f) / sum;
-      p.d.lse[row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] =
-          sum_exact == 0.f ? -INFINITY : base_exact + logf(sum_exact);
+    if constexpr (kWarpsAUnit > 1) {
+      __syncthreads();
+      if (warp == 0) {
+#pragma unroll
+        for (int g = 0; g < kSums; ++g) total = add(total, partial[mine * kSums + g][lane]);
+      }
+      __syncthreads();  // partial is written again
+    }
+    if (warp != 0 || splits == 0) continue;
+    const float scale = sum == 0.f ? 0.f : out_scale / sum;
+    const int64_t offset =
+        row * p.d.out_stride[0] + token * p.d.out_stride[1] + head * p.d.out_stride[2] + part * kUnitDims + lane * 4;
+    if (p.d.dtype == DType::kFP16) {
+      auto* out = reinterpret_cast<__half2*>(static_cast<__half*>(p.d.out) + offset);
+      out[0] = __floats2half2_rn(total.x * scale, total.y * scale);
+      out[1] = __floats2half2_rn(total.z * scale, total.w * scale);
+    } else {
+      auto* out = reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.d.out) + offset);
+      out[0] = __floats2bfloat162_rn(total.x * scale, total.y * scale);
+      out[1] = __floats2bfloat162_rn(total.z * scale, total.w * scale);
     }
   }
-  __syncthreads();
+}
 
-  const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-  const float4* source = reinterpret_cast<const float4*>(p.partial_o + first * kDimNope) + thread;
-  const int64_t step = static_cast<int64_t>(p.lines) * (kDimNope / 4);
-  float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for (int i = group; i < splits; i += kGroups) {
-    const float4 x = source[i * step];
-    const float w = weight[i];
-    o = make_float4(fmaf(w, x.x, o.x), fmaf(w, x.y, o.y), fmaf(w, x.z, o.z), fmaf(w, x.w, o.w));
-  }
-  if (group > 0) partial[group - 1][thread] = o;
-  __syncthreads();
-  if (group > 0) return;
-#pragma unroll
-  for (int k = 0; k < kGroups - 1; ++k) {
-    const float4 x = partial[k][thread];
-    o = make_float4(o.x + x.x, o.y + x.y, o.z + x.z, o.w + x.w);
-  }
-  __nv_bfloat162* out =
-      reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.d.out) + row * p.d.out_stride[0] +
-                                        token * p.d.out_stride[1] + head * p.d.out_stride[2]) +
-      thread * 2;
-  out[0] = __floats2bfloat162_rn(o.x * inverse, o.y * inverse);
-  out[1] = __floats2bfloat162_rn(o.z * inverse, o.w * inverse);
+template <int kWarpsAUnit>
+void launch_with(const KernelParams& p, int64_t units, cudaStream_t stream) {
+  constexpr int kUnits = kWarps / kWarpsAUnit;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const int64_t ctas = (units + kUnits - 1) / kUnits;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas < 4 * kMostCtas ? ctas : 4 * kMostCtas));
+  config.blockDim = dim3(32 * kWarps);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, combine_kernel<kWarpsAUnit>, p), "launch of the sm90a combine kernel");
 }
 
 }  // namespace
 
 void launch_combine(const KernelParams& p, cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.d.b, p.lines);
-  config.blockDim = dim3(kGroups * kGroupThreads);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  check_cuda(cudaLaunchKernelEx(&config, combine_kernel, p), "launch of the sm90a combine kernel");
+  const int64_t units = static_cast<int64_t>(p.d.b) * p.lines * kParts;
+  if (units <= 4 * kMostCtas) {
+    launch_with<16>(p, units, stream);
+  } else if (units <= 32 * kMostCtas) {
+    launch_with<4>(p, units, stream);
+  } else {
+    launch_with<1>(p, units, stream);
+  }
 }
 
 }  // namespace mla::sm90a

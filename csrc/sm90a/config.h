@@ -15,11 +15,14 @@ inline constexpr int kChunkBytes = 128;                 // dims (bytes) of one 1
 inline constexpr int kChunks = kDimNope / kChunkBytes;  // 4
 inline constexpr int kNopeTileBytes = kBlockN * kDimNope;
 inline constexpr int kRopeTileBytes = kBlockN * kDimRope;
-inline constexpr int kStageBytes = kNopeTileBytes + kRopeTileBytes;  // 36 KB: 64 tokens
-inline constexpr int kStages = 5;
+inline constexpr int kTileBytes = kNopeTileBytes + kRopeTileBytes;  // 36 KB: 64 tokens
+inline constexpr int kStepTokens = 2 * kBlockN;                     // one maximum, one P, one promotion
+inline constexpr int kRopeStages = 3;                               // of the rope part, which only Q K^T needs
 inline constexpr int kPBuffers = 2;
-inline constexpr int kWorkSlots = 8;                    // ring of work: the loader is at most kStages + 1 items ahead
+inline constexpr int kScaleBuffers = 4;
+inline constexpr int kWorkSlots = 8;                    // ring of work: the loader is at most 7 items ahead
 inline constexpr int kBlocksM = kDimNope / 2 / kRowsM;  // 4 blocks of 64 dims for each values warpgroup
+inline constexpr int kMostCtas = 144;                   // SMs of a whole GH100; the workspace is sized for it
 inline constexpr int kMinTmaPage = 64;                  // smaller pages are gathered with cp.async
 
 }  // namespace mla::sm90a

@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode16_kernel(const __grid_cons
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& sm = *reinterpret_cast<typename T::SharedStorage*>(shared);
   if (threadIdx.x / 32 == 3 * kWarpgroup / 32) {
-    start_list<T::kLines>(p, sm.list);
+    start_list(p, sm.list);
     publish_next(p, sm.list, 0);
   }
   if (threadIdx.x == 0) {

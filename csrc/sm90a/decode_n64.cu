@@ -4,5 +4,4 @@
 
 namespace mla::sm90a {
 template void launch_decode<64, true>(const KernelParams&, int, cudaStream_t);
-template void launch_decode<64, false>(const KernelParams&, int, cudaStream_t);
 }  // namespace mla::sm90a

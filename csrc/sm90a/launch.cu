@@ -4,6 +4,9 @@
 // Host side: refuses what cannot run, builds the tensor maps, picks the instantiation.
 #include "launch.h"
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -12,7 +15,8 @@
 
 #include "check_cuda.h"
 #include "launch_parts.h"
-#include "mla/scheduler.h"
+#include "launch_parts16.h"
+#include "plan.h"
 
 namespace mla::sm90a {
 namespace {
@@ -26,21 +30,30 @@ int capacity(const DecodeParams& d) {
   return static_cast<int>(std::min<int64_t>(tokens, std::numeric_limits<int32_t>::max() - kBlockN));
 }
 
-struct Plan {
-  int lines, max_splits, capacity;
-  size_t partial_o_bytes, partial_lse_bytes;
+int64_t element_bytes(const DecodeParams& d) { return d.dtype == DType::kE4M3 ? 1 : 2; }
+bool wide(const DecodeParams& d) { return d.dtype != DType::kE4M3; }
+
+// Where things lie in the workspace; bytes is 0 where no row can have two splits.
+struct Layout {
+  int lines, capacity;
+  size_t row_plan, partial_lse, partial_o, bytes;
 };
 
-Plan plan(const DecodeParams& d) {
-  Plan x{};
+Layout layout(const DecodeParams& d) {
+  Layout x{};
   x.lines = d.s_q * d.h_q;
   x.capacity = capacity(d);
-  x.max_splits = num_splits(x.capacity, d.num_kv_splits);
-  if (x.max_splits > 1) {
-    const size_t partials = static_cast<size_t>(d.b) * x.max_splits * x.lines;
-    x.partial_o_bytes = align_up(partials * kDimNope * sizeof(float));
-    x.partial_lse_bytes = align_up(partials * sizeof(float2));
-  }
+  const int64_t tiles = num_tiles(x.capacity);
+  if (tiles <= 1 || d.num_kv_splits == 1 || d.b == 0 || x.lines == 0) return x;
+  const int n = lines_a_tile(x.lines, wide(d), false);  // with fewer lines a tile the plan wants fewer slots
+  const int64_t pinned = static_cast<int64_t>(d.b) * std::min<int64_t>(d.num_kv_splits, tiles);
+  const int64_t automatic = std::min<int64_t>(d.b * std::min<int64_t>(tiles, kMaxSplits),
+                                              most_slots(d.b, {kMostCtas, (x.lines + n - 1) / n, n, wide(d)}));
+  const size_t partials = static_cast<size_t>(d.num_kv_splits > 0 ? pinned : automatic) * x.lines;
+  x.row_plan = kAlign;  // any_split lies before
+  x.partial_lse = x.row_plan + align_up(d.b * sizeof(int2));
+  x.partial_o = x.partial_lse + align_up(partials * sizeof(float2));
+  x.bytes = x.partial_o + align_up(partials * kDimNope * sizeof(float));
   return x;
 }
 
@@ -49,8 +62,8 @@ Plan plan(const DecodeParams& d) {
 }
 
 void check(const DecodeParams& d) {
-  if (d.dtype != DType::kE4M3)
-    refuse("q_nope, q_pe, kv_cache", "dtype e4m3 (bf16 and fp16 run on the cpu target)", "another dtype");
+  if (d.dtype != DType::kE4M3 && d.dtype != DType::kBF16 && d.dtype != DType::kFP16)
+    refuse("q_nope, q_pe, kv_cache", "dtype e4m3, bf16 or fp16", "another dtype");
   int device = 0, major = 0, minor = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -61,8 +74,8 @@ void check(const DecodeParams& d) {
     refuse("sm_scale * q_scale * kv_scale", "a positive finite number", std::to_string(d.logit_scale));
   if (reinterpret_cast<uintptr_t>(d.kv_cache) % 16 != 0)
     refuse("kv_cache", "an address that is a multiple of 16", "another one; copy it");
-  if (d.kv_page_stride % 16 != 0 || d.kv_token_stride % 16 != 0)
-    refuse("kv_cache", "page and token strides that are multiples of 16 elements",
+  if ((d.kv_page_stride | d.kv_token_stride) * element_bytes(d) % 16 != 0)
+    refuse("kv_cache", "page and token strides that are multiples of 16 bytes",
            std::to_string(d.kv_page_stride) + " and " + std::to_string(d.kv_token_stride));
   if (reinterpret_cast<uintptr_t>(d.out) % 4 != 0 || d.out_stride[0] % 2 != 0 || d.out_stride[1] % 2 != 0 ||
       d.out_stride[2] % 2 != 0)
@@ -71,7 +84,7 @@ void check(const DecodeParams& d) {
 
 bool q_aligned(const DecodeParams& d) {
   int64_t all = static_cast<int64_t>(reinterpret_cast<uintptr_t>(d.q_nope) | reinterpret_cast<uintptr_t>(d.q_pe));
-  for (int i = 0; i < 3; ++i) all |= d.q_nope_stride[i] | d.q_pe_stride[i];
+  for (int i = 0; i < 3; ++i) all |= (d.q_nope_stride[i] | d.q_pe_stride[i]) * element_bytes(d);
   return all % 16 == 0;
 }
 
@@ -95,12 +108,13 @@ EncodeTiled encode_tiled() {
 
 template <int kRank>
 void encode(CUtensorMap* map, const char* name, const void* address, const cuuint64_t (&size)[kRank],
-            const cuuint64_t (&stride)[kRank - 1], const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle) {
+            const cuuint64_t (&stride)[kRank - 1], const cuuint32_t (&box)[kRank], CUtensorMapDataType type,
+            CUtensorMapSwizzle swizzle) {
   cuuint32_t ones[kRank];
   for (auto& x : ones) x = 1;
-  const CUresult r = encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(address), size, stride,
-                                    box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r = encode_tiled()(map, type, kRank, const_cast<void*>(address), size, stride, box, ones,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (r != CUDA_SUCCESS)
     throw std::invalid_argument(std::string("kv_cache: the driver refuses a tensor map of its ") + name +
                                 " part, CUresult " + std::to_string(static_cast<int>(r)));
@@ -109,64 +123,84 @@ void encode(CUtensorMap* map, const char* name, const void* address, const cuuin
 void encode_cache(KernelParams& p) {
   const DecodeParams& d = p.d;
   const auto pages = static_cast<cuuint64_t>(d.num_blocks), tokens = cuuint64_t{1} << d.page_size_log2;
-  const auto page = static_cast<cuuint64_t>(d.kv_page_stride), token = static_cast<cuuint64_t>(d.kv_token_stride);
+  const auto page = static_cast<cuuint64_t>(d.kv_page_stride * element_bytes(d));
+  const auto token = static_cast<cuuint64_t>(d.kv_token_stride * element_bytes(d));
+  if (wide(d)) {
+    encode<4>(&p.kv_nope, "nope and rope", d.kv_cache, {kChunkBytes / 2, tokens, kDim * 2 / kChunkBytes, pages},
+              {token, kChunkBytes, page}, {kChunkBytes / 2, kBlockN, 1, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT16,
+              CU_TENSOR_MAP_SWIZZLE_128B);
+    return;
+  }
   encode<4>(&p.kv_nope, "nope", d.kv_cache, {kChunkBytes, tokens, kChunks, pages}, {token, kChunkBytes, page},
-            {kChunkBytes, kBlockN, kChunks, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+            {kChunkBytes, kBlockN, kChunks, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B);
   encode<3>(&p.kv_rope, "rope", static_cast<const uint8_t*>(d.kv_cache) + kDimNope, {kDimRope, tokens, pages},
-            {token, page}, {kDimRope, kBlockN, 1}, CU_TENSOR_MAP_SWIZZLE_64B);
+            {token, page}, {kDimRope, kBlockN, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 template <int N>
 void decode(const KernelParams& p, bool tma, int ctas, cudaStream_t stream) {
-  tma ? launch_decode<N, true>(p, ctas, stream) : launch_decode<N, false>(p, ctas, stream);
+  if constexpr (N == 64) {
+    launch_decode<64, true>(p, ctas, stream);  // gathered pages come with 32 lines at most
+  } else {
+    tma ? launch_decode<N, true>(p, ctas, stream) : launch_decode<N, false>(p, ctas, stream);
+  }
+}
+
+template <class Element>
+void decode16(const KernelParams& p, bool tma, int ctas, cudaStream_t stream) {
+  tma ? launch_decode16<Element, true>(p, ctas, stream) : launch_decode16<Element, false>(p, ctas, stream);
 }
 
 }  // namespace
 
-size_t workspace_bytes(const DecodeParams& params) {
-  const Plan x = plan(params);
-  return x.partial_o_bytes + x.partial_lse_bytes;
-}
+size_t workspace_bytes(const DecodeParams& params) { return layout(params).bytes; }
 
 void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, const DeviceScales& scales) {
   if (params.b == 0 || params.s_q * params.h_q == 0) return;
   check(params);
-  const Plan x = plan(params);
-  if (x.partial_o_bytes > 0 && (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % kAlign != 0))
-    refuse("workspace", std::to_string(workspace_bytes(params)) + " bytes aligned to 256",
-           "none, or another alignment");
+  const Layout x = layout(params);
+  if (x.bytes > 0 && (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % kAlign != 0))
+    refuse("workspace", std::to_string(x.bytes) + " bytes aligned to 256", "none, or another alignment");
 
   KernelParams p{};
   p.d = params;
   p.q_scale = scales.q_scale;
   p.kv_scale = scales.kv_scale;
-  p.partial_o = static_cast<float*>(workspace);
-  p.partial_lse = reinterpret_cast<float2*>(static_cast<uint8_t*>(workspace) + x.partial_o_bytes);
+  if (x.bytes > 0) {
+    auto* space = static_cast<uint8_t*>(workspace);
+    p.any_split = reinterpret_cast<int*>(space);
+    p.row_plan = reinterpret_cast<int2*>(space + x.row_plan);
+    p.partial_lse = reinterpret_cast<float2*>(space + x.partial_lse);
+    p.partial_o = reinterpret_cast<float*>(space + x.partial_o);
+  }
   p.lines = x.lines;
-  p.max_splits = x.max_splits;
   p.capacity = x.capacity;
   p.q_aligned = q_aligned(params);
-  const int n = x.lines <= 16 ? 16 : x.lines <= 32 ? 32 : 64;
-  p.line_tiles = (x.lines + n - 1) / n;
   const bool tma = (1 << params.page_size_log2) >= kMinTmaPage && params.num_blocks > 0;
+  const int n = lines_a_tile(x.lines, wide(params), !tma);
+  p.lines_a_tile = n;
+  p.line_tiles = (x.lines + n - 1) / n;
   if (tma) encode_cache(p);
 
   int device = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  const int64_t most = static_cast<int64_t>(params.b) * std::max(x.max_splits, 1) * p.line_tiles;
-  const int ctas = static_cast<int>(std::min<int64_t>(most, sms));
-  switch (n) {
-    case 16:
-      decode<16>(p, tma, ctas, stream);
-      break;
-    case 32:
-      decode<32>(p, tma, ctas, stream);
-      break;
-    default:
-      decode<64>(p, tma, ctas, stream);
+  const int64_t splits = x.bytes == 0 ? 1 : params.num_kv_splits > 0 ? params.num_kv_splits : kMaxSplits;
+  const int64_t most = std::max<int64_t>(1, params.b * std::min<int64_t>(splits, num_tiles(x.capacity)) * p.line_tiles);
+  p.ctas = std::min(sms, kMostCtas);
+  const int ctas = static_cast<int>(std::min<int64_t>(most, p.ctas));
+  if (params.dtype == DType::kBF16) {
+    decode16<__nv_bfloat16>(p, tma, ctas, stream);
+  } else if (params.dtype == DType::kFP16) {
+    decode16<__half>(p, tma, ctas, stream);
+  } else if (n == 16) {
+    decode<16>(p, tma, ctas, stream);
+  } else if (n == 32) {
+    decode<32>(p, tma, ctas, stream);
+  } else {
+    decode<64>(p, tma, ctas, stream);
   }
-  if (x.max_splits > 1) launch_combine(p, stream);
+  if (x.bytes > 0) launch_combine(p, stream);
 }
 
 }  // namespace mla::sm90a

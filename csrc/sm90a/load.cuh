@@ -23,55 +23,71 @@ __device__ __forceinline__ int lookup_block(const KernelParams& p, int64_t row, 
 // A page of at least 64 tokens. A block id outside the cache is outside the tensor map: TMA writes zeros and reads
 // nothing.
 template <class T>
-__device__ __forceinline__ void load_tile_tma(const KernelParams& p, typename T::SharedStorage& s, int stage, int block,
-                                              int first_token) {
+__device__ __forceinline__ void load_tile_tma(const KernelParams& p, typename T::SharedStorage& s, int stage, int rope,
+                                              int block, int first_token) {
   uint64_t* full = &s.kv_full[stage];
   const int token = first_token & ((1 << p.d.page_size_log2) - 1);
   const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  barrier_expect(full, kStageBytes);
-  cute::SM90_TMA_LOAD_4D::copy(&p.kv_nope, full, hint, s.kv[stage], 0, token, 0, block);
-  cute::SM90_TMA_LOAD_3D::copy(&p.kv_rope, full, hint, s.kv[stage] + kNopeTileBytes, 0, token, block);
+  barrier_expect(full, kTileBytes);
+  cute::SM90_TMA_LOAD_4D::copy(&p.kv_nope, full, hint, s.kv_nope[stage], 0, token, 0, block);
+  cute::SM90_TMA_LOAD_3D::copy(&p.kv_rope, full, hint, s.kv_rope[rope], 0, token, block);
 }
 
 // Smaller pages, by cp.async of the whole warp. Tokens past the end are not read (their slots of block_table may hold
 // anything): the stage keeps stale bytes there, which the masks of scores and values neutralise. An id outside the
 // cache gives zeros, as with TMA.
 template <class T>
-__device__ __forceinline__ void gather_tile(const KernelParams& p, typename T::SharedStorage& s, int stage, int64_t row,
-                                            int first_token, int tokens) {
+__device__ __forceinline__ void gather_tile(const KernelParams& p, typename T::SharedStorage& s, int stage, int rope,
+                                            int64_t row, int first_token, int tokens) {
   constexpr int pieces = kDim / 16;
-  const uint32_t base = shared_address(s.kv[stage]);
+  const uint32_t nope_base = shared_address(s.kv_nope[stage]);
+  const uint32_t rope_base = shared_address(s.kv_rope[rope]) - kNopeTileBytes;
   for (int i = static_cast<int>(threadIdx.x & 31); i < tokens * pieces; i += 32) {
     const int r = i / pieces, c = i - r * pieces;
     const int block = lookup_block(p, row, first_token + r);
     const bool valid = block >= 0 && block < p.d.num_blocks;
     const int64_t offset = (valid ? block : 0) * p.d.kv_page_stride +
                            ((first_token + r) & ((1 << p.d.page_size_log2) - 1)) * p.d.kv_token_stride + c * 16;
-    copy_async_16(base + tile_offset(r, c), static_cast<const uint8_t*>(p.d.kv_cache) + offset, valid);
+    copy_async_16((c < kDimNope / 16 ? nope_base : rope_base) + tile_offset(r, c),
+                  static_cast<const uint8_t*>(p.d.kv_cache) + offset, valid);
   }
 }
 
 // The loader warp: lists the work, loads its tiles.
 template <class T>
 __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::SharedStorage& s) {
-  int stage = 0, previous = -1;
-  uint32_t phase = 1;  // the first round finds all stages empty
+  int stage = 0, rope = 0, previous = -1;
+  uint32_t phase = 1, rope_phase = 1;  // the first round finds all stages empty
   for (int item = 0;; ++item) {
     const Work& w = s.list.ring[item % kWorkSlots];
     const int row = w.row, len = w.len, end = w.tile_end;
     int tile = w.tile_begin;
     if (row < 0) break;
-    publish_next(p, s.list, item + 1);
-    int block = T::kTma ? lookup_block(p, row, tile * kBlockN) : 0;
+    // Lane i has the page of tile base + i.
+    int base = tile, pages = 0;
+    const auto pages_from = [&](int first) {
+      const int mine = first + static_cast<int>(threadIdx.x & 31);
+      return mine < end ? lookup_block(p, row, mine * kBlockN) : 0;
+    };
+    if constexpr (T::kTma) pages = pages_from(base);
     for (; tile < end; ++tile) {
-      barrier_wait(&s.kv_empty[stage], phase);
+      int page = 0;
       if constexpr (T::kTma) {
-        if (cute::elect_one_sync()) load_tile_tma<T>(p, s, stage, block, tile * kBlockN);
+        if (tile - base == 32) {
+          base = tile;
+          pages = pages_from(base);
+        }
+        page = __shfl_sync(~0u, pages, tile - base);
+      }
+      if (tile + 1 == end) publish_next(p, s.list, item + 1);
+      barrier_wait(&s.kv_empty[stage], phase);
+      barrier_wait(&s.rope_empty[rope], rope_phase);
+      if constexpr (T::kTma) {
+        if (cute::elect_one_sync()) load_tile_tma<T>(p, s, stage, rope, page, tile * kBlockN);
         __syncwarp();
-        if (tile + 1 < end) block = lookup_block(p, row, (tile + 1) * kBlockN);  // in time for the next stage
       } else {
         // One group a tile; the one before is complete when at most this one is under way.
-        gather_tile<T>(p, s, stage, row, tile * kBlockN, min(kBlockN, len - tile * kBlockN));
+        gather_tile<T>(p, s, stage, rope, row, tile * kBlockN, min(kBlockN, len - tile * kBlockN));
         copy_async_commit();
         if (previous >= 0) {
           copy_async_wait<1>();
@@ -81,9 +97,13 @@ __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::S
         }
         previous = stage;
       }
-      if (++stage == kStages) {
+      if (++stage == T::kStages) {
         stage = 0;
         phase ^= 1;
+      }
+      if (++rope == kRopeStages) {
+        rope = 0;
+        rope_phase ^= 1;
       }
     }
   }

@@ -19,6 +19,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// threadIdx.x, read anew: what is worked out from it is not kept in registers meanwhile.
+__device__ __forceinline__ int thread_again() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- mbarriers ----
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
@@ -66,11 +73,19 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+// Predicated, not branched around: all warps of a warpgroup must meet at the same wgmma.
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x, bool really) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u32 [%0], %1;\n}" ::"r"(address), "r"(x),
+               "r"(static_cast<int>(really))
+               : "memory");
 }
 
 // ---- values ----
+__device__ __forceinline__ float max_in_order(float a, float b) {
+  float y;
+  asm volatile("max.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -142,6 +157,24 @@ template <class Atom, int R>
 __device__ __forceinline__ void gmma_ss(float (&d)[R], uint64_t a, uint64_t b, ScaleOut scale) {
   gmma_ss<Atom>(d, a, b, scale, std::make_integer_sequence<int, R>{});
 }
+// The first product of a sum, d = a b: its registers are written only. (CuTe's atom also reads them, so that whatever
+// the code made of the old sum must end up in the same registers; ptxas then fences each of those writes against the
+// products under way.)
+__device__ __forceinline__ void gmma_ss_first(float (&d)[32], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1;\n}"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), "=f"(d[8]),
+        "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]), "=f"(d[16]),
+        "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), "=f"(d[24]),
+        "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+      : "l"(a), "l"(b));
+}
+
 template <class Atom, int R, int... I>
 __device__ __forceinline__ void gmma_rs(float (&d)[R], const uint32_t* a, uint64_t b, ScaleOut scale,
                                         std::integer_sequence<int, I...>) {

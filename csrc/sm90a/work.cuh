@@ -4,13 +4,13 @@
 // Which work a CTA does. The items of a batch are numbered row by row, in a row split by split, in a split line tile by
 // line tile (neighbours then read the same tokens at the same time). CTA c takes items c, c + gridDim.x, ... The loader
 // warp works the list out from seq_lens and leaves it in a ring in shared memory: nothing about lengths is decided on
-// the host. Slot n + 1 is written before the first tile of item n is loaded, so whoever has seen a tile of item n sees
+// the host (plan.h). Slot n + 1 is written before the last tile of item n is loaded, so whoever has seen that tile sees
 // it.
 #pragma once
 
 #include <cstdint>
 
-#include "mla/scheduler.h"
+#include "plan.h"
 #include "traits.h"
 
 namespace mla::sm90a {
@@ -20,13 +20,38 @@ __device__ __forceinline__ int row_length(const KernelParams& p, int row) {
   return len < 0 ? 0 : len < p.capacity ? len : p.capacity;
 }
 
+// T of the automatic plan, all lanes of a warp together.
+__device__ __forceinline__ int plan_batch(const KernelParams& p) {
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  int total = 0, longest = 0, rows = 0;
+  for (int row = lane; row < p.d.b; row += 32) {
+    const int tiles = static_cast<int>(num_tiles(row_length(p, row)));
+    total += tiles;
+    longest = max(longest, tiles);
+    rows += tiles > 0;
+  }
+  total = __reduce_add_sync(~0u, total);
+  longest = __reduce_max_sync(~0u, longest);
+  rows = __reduce_add_sync(~0u, rows);
+  if (longest == 0) return 1;
+  const BatchTiles x = {total, longest, rows};
+  const Machine m = {p.ctas, p.line_tiles, p.lines_a_tile, p.d.dtype != DType::kE4M3};
+  const int tiles = lane < kPlanCandidates ? candidate_tiles(x, m, lane) : 0;
+  const int64_t cost = tiles > 0 ? plan_cost(x, m, tiles) : INT64_MAX;
+  // the first candidate with the least cost
+  int64_t least = cost;
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) least = min(least, __shfl_xor_sync(~0u, least, d));
+  return __shfl_sync(~0u, tiles, __ffs(__ballot_sync(~0u, cost == least)) - 1);
+}
+
 // Each lane takes one of the 32 rows from list.first_row on; inclusive counts items up to and with it.
 __device__ __forceinline__ void load_rows(const KernelParams& p, WorkList& list, int first_row) {
   const int lane = static_cast<int>(threadIdx.x & 31);
   const int row = first_row + lane;
   const int some = row_length(p, row < p.d.b ? row : p.d.b - 1);  // no branch: lanes stay together
   const int len = row < p.d.b ? some : 0;
-  int inclusive = num_splits(len, p.d.num_kv_splits) * p.line_tiles;
+  int inclusive = row_splits(static_cast<int>(num_tiles(len)), p.d.num_kv_splits, list.tiles_per_split) * p.line_tiles;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const int below = __shfl_up_sync(~0u, inclusive, d);
@@ -39,12 +64,38 @@ __device__ __forceinline__ void load_rows(const KernelParams& p, WorkList& list,
 
 // By the loader warp, before anything else.
 __device__ __forceinline__ void start_list(const KernelParams& p, WorkList& list) {
+  const int tiles = p.d.num_kv_splits > 0 ? 1 : plan_batch(p);
   if ((threadIdx.x & 31) == 0) {
+    list.tiles_per_split = tiles;
     list.item = static_cast<int>(blockIdx.x);
     list.before = 0;
     list.first_row = 0;
   }
+  __syncwarp();
   load_rows(p, list, 0);
+}
+
+// The plan of all rows for the combine kernel. By one warp of one CTA.
+__device__ __forceinline__ void write_plan(const KernelParams& p, int tiles_per_split) {
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  int before = 0;
+  bool any = false;
+  for (int first = 0; first < p.d.b; first += 32) {
+    const int row = first + lane;
+    const int tiles = row < p.d.b ? static_cast<int>(num_tiles(row_length(p, row))) : 0;
+    const int splits = row_splits(tiles, p.d.num_kv_splits, tiles_per_split);
+    int inclusive = splits;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int below = __shfl_up_sync(~0u, inclusive, d);
+      if (lane >= d) inclusive += below;
+    }
+    if (row < p.d.b) p.row_plan[row] = make_int2(before + inclusive - splits, splits);
+    before += __shfl_sync(~0u, inclusive, 31);
+    any |= splits > 1;
+  }
+  any = __any_sync(~0u, any);
+  if (lane == 0) *p.any_split = any;
 }
 
 // Puts the next item into slot n of the ring, or one with row = -1 after the last. By the loader warp.
@@ -66,12 +117,13 @@ __device__ __forceinline__ void publish_next(const KernelParams& p, WorkList& li
     const int lane = __ffs(__ballot_sync(~0u, list.inclusive[threadIdx.x & 31] > at)) - 1;
     w.row = first_row + lane;
     w.len = list.len[lane];
-    w.splits = num_splits(w.len, p.d.num_kv_splits);
+    const auto tiles = static_cast<uint32_t>(num_tiles(w.len));
+    w.splits = row_splits(static_cast<int>(tiles), p.d.num_kv_splits, list.tiles_per_split);
     const int local = at - (list.inclusive[lane] - w.splits * p.line_tiles);
     w.split = local / p.line_tiles;
     w.line_tile = local - w.split * p.line_tiles;
+    w.slot = item / p.line_tiles;
     // split_begin() of mla/scheduler.h in tiles; 32 bits do: tiles < 2^25, split <= 128
-    const uint32_t tiles = static_cast<uint32_t>(num_tiles(w.len));
     w.tile_begin = static_cast<int>(tiles * w.split / static_cast<uint32_t>(w.splits));
     w.tile_end = static_cast<int>(tiles * (w.split + 1) / static_cast<uint32_t>(w.splits));
   }

@@ -5,7 +5,7 @@
     check.py LIBRARY correct | tiny | fast | bench PEERS_DIR [bxhxs,...] | profile b h s splits
 
 LIBRARY comes from check/build.sh. References are float64 on the same e4m3 values: `exact`, and `stage`, which also
-rounds P to e4m3 against the running maximum of 64-token tiles as the kernel does. Exits with 1 if a check fails.
+rounds P to e4m3 against the running maximum of steps of 128 tokens (64 for bf16) as the kernel does. Exits with 1 if a check fails.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import torch
 i64, i32, f32, ptr = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 DEV = "cuda"
 E4M3 = torch.float8_e4m3fn
+WIDE = (("bf16", torch.bfloat16), ("fp16", torch.float16))
 
 
 class Params(ctypes.Structure):
@@ -39,6 +40,7 @@ def load_library(path):
     lib.mla_check_params_size.restype = ctypes.c_size_t
     lib.mla_check_workspace.restype = ctypes.c_size_t
     lib.mla_check_workspace.argtypes = [ptr]
+    lib.mla_check_tiles_per_split.argtypes = [ctypes.c_longlong, i32, i32, i32, i32, i32, i32]
     lib.mla_check_launch.argtypes = [ptr, ptr, ptr, ptr, ptr, ctypes.c_char_p, ctypes.c_size_t]
     assert lib.mla_check_params_size() == ctypes.sizeof(Params), "params.h and check.py disagree"
     return lib
@@ -60,23 +62,26 @@ class Problem:
         seed=0,
         spare=3,
         hostile=True,
+        dtype=E4M3,
     ):
         g = torch.Generator(device=DEV).manual_seed(seed)
         self.lens, self.h, self.s_q, self.page, self.splits = list(lens), h, s_q, page, splits
         self.q_scale, self.kv_scale, self.sm_scale = q_scale, kv_scale, 576**-0.5
         self.b = b = len(lens)
-        self.mean = mean
+        self.mean, self.dtype = mean, dtype
+        self.out_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
         cap = max(capacity or 0, max(lens), 1)
         self.max_blocks = (cap + page - 1) // page
         need = [(n + page - 1) // page for n in lens]
         total = sum(need)
         self.num_blocks = total + spare
-        self.q = (torch.randn(b, s_q, h, 576, generator=g, device=DEV) * q_std / q_scale).clamp(-448, 448).to(E4M3)
-        kv = torch.empty(self.num_blocks, page, 576, dtype=torch.uint8, device=DEV)
+        self.q = (torch.randn(b, s_q, h, 576, generator=g, device=DEV) * q_std / q_scale).clamp(-448, 448).to(dtype)
+        bits = torch.uint8 if dtype == E4M3 else torch.int16
+        kv = torch.empty(self.num_blocks, page, 576, dtype=bits, device=DEV)
         for i in range(0, self.num_blocks, 4096):
             n = min(4096, self.num_blocks - i)
             x = (torch.randn(n, page, 576, generator=g, device=DEV) + mean) / kv_scale
-            kv[i : i + n] = x.clamp(-448, 448).to(E4M3).view(torch.uint8)
+            kv[i : i + n] = x.clamp(-448, 448).to(dtype).view(bits)
         self.kv = kv
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(seed)).int()
         table = torch.full((b, self.max_blocks), 2**31 - 1 if hostile else 0, dtype=torch.int32)
@@ -85,13 +90,13 @@ class Problem:
         for r, n in enumerate(need):
             table[r, :n] = order[at : at + n]
             if hostile and lens[r] % page and n:
-                kv[int(order[at + n - 1]), lens[r] % page :] = 0x7F
+                kv[int(order[at + n - 1]), lens[r] % page :] = 0x7F if dtype == E4M3 else 0x7FFF
             at += n
         if hostile:
-            kv[order[at:].long().to(DEV)] = 0xFF
+            kv[order[at:].long().to(DEV)] = 0xFF if dtype == E4M3 else -1
         self.table = table.to(DEV)
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEV)
-        self.out = torch.full((b, s_q, h, 512), float("nan"), dtype=torch.bfloat16, device=DEV)
+        self.out = torch.full((b, s_q, h, 512), float("nan"), dtype=self.out_dtype, device=DEV)
         self.lse = torch.full((b, s_q, h), float("nan"), device=DEV)
         self.q_nope, self.q_pe = self.q[..., :512], self.q[..., 512:]
 
@@ -107,13 +112,15 @@ class Problem:
         p.out, p.lse = self.out.data_ptr(), self.lse.data_ptr()
         p.out_stride[:] = self.out.stride()[:3]
         p.lse_stride[:] = self.lse.stride()[:3]
-        p.b, p.s_q, p.h_q, p.dtype = self.b, self.s_q, self.h, 0
+        p.b, p.s_q, p.h_q = self.b, self.s_q, self.h
+        p.dtype = {E4M3: 0, torch.bfloat16: 1, torch.float16: 2}[self.dtype]
         p.logit_scale, p.out_scale = self.sm_scale * self.q_scale * self.kv_scale, self.kv_scale
         p.num_kv_splits = self.splits
         return p
 
     def runner(self, lib):
         p = self.params()
+        self.lib = lib
         size = lib.mla_check_workspace(ctypes.byref(p))
         self.workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device=DEV)
         self.workspace_bytes = size
@@ -127,8 +134,14 @@ class Problem:
         return go
 
     def num_splits(self, n):
-        tiles = (n + 63) // 64
-        return min(self.splits or min((tiles + 7) // 8, 64), tiles)
+        tiles = [(x + 63) // 64 for x in self.lens]
+        mine = (n + 63) // 64
+        if self.splits:
+            return min(self.splits, mine)
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        rows = sum(x > 0 for x in tiles)
+        each = self.lib.mla_check_tiles_per_split(sum(tiles), max(tiles), rows, self.s_q * self.h, min(sms, 144), int(self.dtype != E4M3), int(self.page < 64))
+        return (mine + each - 1) // each
 
     def reference(self, r):
         """(exact out, stage out, lse), float64, of row r."""
@@ -138,7 +151,7 @@ class Problem:
             z = torch.zeros(self.s_q, self.h, 512, dtype=torch.float64, device=DEV)
             return z, z, torch.full((self.s_q, self.h), -torch.inf, dtype=torch.float64, device=DEV)
         pages = self.table[r, : (n + self.page - 1) // self.page].long()
-        kv = self.kv[pages].reshape(-1, 576)[:n].view(E4M3).double()
+        kv = self.kv[pages].reshape(-1, 576)[:n].view(self.dtype).double()
         q = self.q[r].double().reshape(lines, 576)
         x = q @ kv.T * (self.sm_scale * self.q_scale * self.kv_scale)
         self.top = float(x.abs().max())
@@ -147,20 +160,23 @@ class Problem:
         lse = torch.logsumexp(x, -1)
         exact = torch.nan_to_num(torch.softmax(x, -1)) @ kv[:, :512] * self.kv_scale
         tiles = (n + 63) // 64
-        xt = torch.nn.functional.pad(x, (0, tiles * 64 - n), value=-torch.inf).reshape(lines, tiles, 64)
-        vt = torch.nn.functional.pad(kv[:, :512], (0, 0, 0, tiles * 64 - n)).reshape(tiles, 64, 512)
         splits = self.num_splits(n)
         outs, lses = [], []
         for i in range(splits):
-            lo, hi = tiles * i // splits, tiles * (i + 1) // splits
-            m = xt[:, lo:hi].amax(-1).cummax(1).values
+            lo, hi = tiles * i // splits * 64, min(tiles * (i + 1) // splits * 64, n)
+            step = 128 if self.dtype == E4M3 else 64
+            steps = (hi - lo + step - 1) // step
+            pad = steps * step - (hi - lo)
+            xt = torch.nn.functional.pad(x[:, lo:hi], (0, pad), value=-torch.inf).reshape(lines, steps, step)
+            m = xt.amax(-1).cummax(1).values
             safe = m.masked_fill(m == -torch.inf, 0)
-            p = (torch.exp(xt[:, lo:hi] - safe[..., None]) * 256).float().to(E4M3).double()
+            top = 256 if self.dtype == E4M3 else 1
+            p = (torch.exp(xt - safe[..., None]) * top).float().to(self.dtype).double()
             p *= torch.exp(safe - safe[:, -1:])[..., None]
             total = p.sum((1, 2))
-            o = p.reshape(lines, -1) @ vt[lo:hi].reshape(-1, 512)
+            o = p.reshape(lines, -1)[:, : hi - lo] @ kv[lo:hi, :512]
             outs.append(torch.nan_to_num(o / total[:, None]))
-            lses.append((torch.log(total / 256) + safe[:, -1]).masked_fill(total == 0, -torch.inf))
+            lses.append((torch.log(total / top) + safe[:, -1]).masked_fill(total == 0, -torch.inf))
         lses = torch.stack(lses)
         w = torch.exp(lses - lses.amax(0).masked_fill(lses.amax(0) == -torch.inf, 0))
         stage = torch.nan_to_num((torch.stack(outs) * w[..., None]).sum(0) / w.sum(0)[:, None]) * self.kv_scale
@@ -251,18 +267,28 @@ def correct(lib):
         ("mean 1 b16 h128 s8192 1 split", case(lens=[8192] * 16, h=128, mean=1.0, splits=1)),
         ("q std 10 b2 h128 s4096", case(lens=[4096] * 2, h=128, q_std=10.0)),
         ("q std 100 b2 h128 s4096", case(lens=[4096] * 2, h=128, q_std=100.0)),
+        ("b130 h16 ragged pinned 7", case(lens=[(i * 977) % 3001 for i in range(130)], h=16, splits=7)),
+        ("b40 h128 ragged pinned 3", case(lens=[(i * 977) % 3001 for i in range(40)], h=128, splits=3)),
+        ("b6 h128 ragged pinned 100", case(lens=[9000, 1, 700, 8191, 64, 65], h=128, splits=100)),
+        *((f"{name} b5 h128 0,5,0,4096,1000", case(lens=[0, 5, 0, 4096, 1000], h=128, dtype=dtype)) for name, dtype in WIDE),
+        *((f"{name} b130 h16 ragged", case(lens=[(i * 977) % 3001 for i in range(130)], h=16, dtype=dtype))
+          for name, dtype in WIDE),
+        *((f"{name} b3 h128 s_q4 page16 4,3,1300", case(lens=[4, 3, 1300], h=128, s_q=4, page=16, dtype=dtype))
+          for name, dtype in WIDE),
+        *((f"{name} b1 h128 s32768", case(lens=[32768], h=128, dtype=dtype)) for name, dtype in WIDE),
+        *((f"{name} b128 h128 s4096", case(lens=[4096] * 128, h=128, dtype=dtype)) for name, dtype in WIDE),
     ]:
         try:
             good &= compare(name, Problem(**kw), lib)[0]
         except Exception as e:  # a failed launch ends the context: say which case it was
             print("FAIL", name, repr(e)[:300], flush=True)
             return False
-    # A row alone gives the bits that it gives in a batch.
-    a = Problem([700, 3000, 64, 0, 2048], 16, seed=5)
+    # A row alone gives the bits that it gives in a batch, when the plan is pinned.
+    a = Problem([700, 3000, 64, 0, 2048], 16, seed=5, splits=3)
     a.runner(lib)()
     same = True
     for r in range(5):
-        one = Problem([700, 3000, 64, 0, 2048], 16, seed=5)
+        one = Problem([700, 3000, 64, 0, 2048], 16, seed=5, splits=3)
         one.b, one.seq_lens = 1, one.seq_lens[r : r + 1].clone()
         one.table, one.q_nope, one.q_pe = one.table[r : r + 1], one.q_nope[r : r + 1], one.q_pe[r : r + 1]
         one.out, one.lse = one.out[r : r + 1], one.lse[r : r + 1]
@@ -294,8 +320,14 @@ def correct(lib):
 
 
 def peer(directory, pr, scale):
-    """FlashMLA fp8 of the vLLM wheel on the same data: a function, or None."""
+    """FlashMLA of the vLLM wheel on the same data: a function, or None."""
     try:
+        if pr.dtype != E4M3:
+            torch.ops.load_library(os.path.join(directory, "_flashmla_C.abi3.so"))
+            dense = torch.ops._flashmla_C.dense_decode_fwd
+            kv = pr.kv.view(pr.dtype).unsqueeze(2)
+            _, _, meta, splits = dense(pr.q, kv, 512, pr.seq_lens, pr.table, scale, True, None, None, None)
+            return lambda: dense(pr.q, kv, 512, pr.seq_lens, pr.table, scale, True, meta, splits, None)
         torch.ops.load_library(os.path.join(directory, "_flashmla_extension_C.abi3.so"))
         ops = torch.ops._flashmla_extension_C
         q = pr.q
@@ -325,13 +357,16 @@ def bench(libs, peers, shapes):
     one = torch.ones((), device=DEV)
     us = timed(lambda: torch._scaled_mm(a, w, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
     print(f"fp8 gemm {2 * 8192**3 / us / 1e6:.0f} TFLOP/s", flush=True)
+    tiny = torch.zeros(1, device=DEV)
+    print(f"a kernel that does nothing much: {timed(lambda: tiny.add_(1)):.1f} us", flush=True)
+    dtype = {"": E4M3, **dict(WIDE)}[os.environ.get("DTYPE", "")]
     for b, h, s in shapes:
-        pr = Problem([s] * b, h, hostile=False, spare=0)
+        pr = Problem([s] * b, h, hostile=False, spare=0, dtype=dtype)
         rows = []
         theirs = peer(peers, pr, pr.sm_scale)
         if theirs:
             rows.append(("flashmla", timed(theirs)))
-        plans = [0, 1, 2, 4, 8] if b > 1 else [0, 16, 32, 64, 128]
+        plans = [int(x) for x in os.environ.get("PLANS", "0,1,2,4,8" if b > 1 else "0,16,32,64,128").split(",")]
         for name, lib in libs:
             for splits in plans:
                 if splits and (s + 63) // 64 < splits:
