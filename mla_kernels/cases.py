@@ -23,6 +23,7 @@ import torch
 
 from mla_kernels.formats import D_ROPE, D_V, D, Encoded, encode
 from mla_kernels.metrics import ErrorSplit, error_split, implementation_budget
+from mla_kernels.ops import split_plan
 from mla_kernels.reference import attention, kernel_rounding
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "make_inputs",
     "run_case",
     "select",
+    "splits_of",
 ]
 
 SM_SCALE = 192**-0.5  # DeepSeek-V2 and V3: 128 + 64 dims of a head before absorption
@@ -328,8 +330,23 @@ def run_case(
     )
     form, format_lse = stored()
     rounding = kernel_rounding(inputs.q_stored.dtype, inputs.q_stored.device.type)
-    stage, stage_lse = stored(rounding=rounding, num_kv_splits=inputs.num_kv_splits)
+    stage, stage_lse = stored(rounding=rounding, num_kv_splits=splits_of(inputs))
     return Results(oracle, form, stage, out, oracle_lse, format_lse, stage_lse, lse)
+
+
+def splits_of(inputs: Inputs) -> list[int | None]:
+    """`num_kv_splits` for each row, as the kernel of the inputs' device plans them; None: the CPU's automatic plan."""
+    q = inputs.q_stored
+    if inputs.num_kv_splits is not None or q.device.type == "cpu":
+        return [inputs.num_kv_splits] * len(inputs.seq_lens)
+    plan = split_plan(
+        inputs.seq_lens,
+        sms=torch.cuda.get_device_properties(q.device).multi_processor_count,
+        lines=q.shape[1] * q.shape[2],
+        dtype=q.dtype,
+        page_size=inputs.args["kv_cache"].shape[1],
+    )
+    return [max(len(bounds) - 1, 1) for bounds in plan]
 
 
 def captured_inputs(

@@ -38,9 +38,9 @@ INPUT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 WRITTEN = ("out", "lse", "workspace")
 ALLOCATE = "allocate it so"
 
-#: What the kernels of the CUDA targets take; those of sm100a and sm100f take all.
-CUDA_INPUT_DTYPES = (torch.float8_e4m3fn,)
-CUDA_STRIDE = 16  # elements of one byte: TMA and cp.async move 16 bytes at a time
+#: What the kernels of the CUDA targets take.
+CUDA_INPUT_DTYPES = INPUT_DTYPES
+CUDA_STRIDE = 16  # bytes: TMA and cp.async move that many at a time
 
 #: CUDA compute capability to the target that serves it. A pair that is not here never reaches a launch.
 TARGET_OF_CAPABILITY = toolchain.DEVICE_TARGETS
@@ -101,14 +101,6 @@ def _check_number(name: str, value: object, expected: str = "a number") -> None:
         if name == "sm_scale":
             way_out = "usually (128 + 64) ** -0.5 of the unabsorbed head"
         _fail(TypeError, name, expected, "None" if value is None else type(value).__name__, way_out)
-
-
-def _more_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """What a CUDA device takes on top of CUDA_INPUT_DTYPES."""
-    if not torch.cuda.is_available():
-        return ()
-    target = TARGET_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
-    return INPUT_DTYPES if target in ("sm100a", "sm100f") else ()
 
 
 def check_splits(value: object) -> None:
@@ -243,14 +235,6 @@ def check_decode(
         if q_nope.dtype == torch.uint8:
             way_out = "pass q_nope.view(torch.float8_e4m3fn) if its bytes are e4m3 codes"
         _fail(TypeError, "q_nope", f"one of {allowed}", _dtype_name(q_nope.dtype), way_out)
-    if q_nope.device.type == "cuda" and q_nope.dtype not in (*CUDA_INPUT_DTYPES, *_more_dtypes(q_nope.device)):
-        _fail(
-            NotImplementedError,
-            "q_nope",
-            f"{', '.join(map(_dtype_name, CUDA_INPUT_DTYPES))} on a CUDA device",
-            _dtype_name(q_nope.dtype),
-            'encode queries and cache with mla_kernels.formats.encode(…, "e4m3"), or move the tensors to the CPU',
-        )
     _check_dtype("q_pe", q_pe, q_nope.dtype, " as q_nope")
     _check_dtype("kv_cache", kv_cache, q_nope.dtype, " as q_nope")
     _check_dtype("seq_lens", seq_lens, torch.int32)
@@ -280,11 +264,12 @@ def check_decode(
             _check_inner_stride(name, tensors[name])
     if kv_cache.device.type == "cuda" and not torch.compiler.is_compiling():
         strides = [kv_cache.stride(i) for i in range(kv_cache.dim() - 1)]
-        if any(stride % CUDA_STRIDE for stride in strides):
+        elements = CUDA_STRIDE // kv_cache.element_size()
+        if any(stride % elements for stride in strides):
             _fail(
                 ValueError,
                 "kv_cache",
-                f"page and token strides that are multiples of {CUDA_STRIDE} elements on a CUDA device",
+                f"page and token strides that are multiples of {elements} elements on a CUDA device",
                 strides,
                 "pad the rows, or pass kv_cache.contiguous()",
             )

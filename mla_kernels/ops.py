@@ -42,6 +42,7 @@ _SCHEMAS = (
     "cuda_workspace_size(int b, int s_q, int h_q, int capacity, int? num_kv_splits) -> int",
     # For tests: the plan as the kernels have it, and which instruction set the CPU target runs.
     "split_plan(int seq_len, int? num_kv_splits) -> int[]",
+    "cuda_tiles_per_split(int[] seq_lens, int lines, bool wide, bool gathered, int sms) -> int",
     "cpu_isa() -> str",
     "available_cpu_isas() -> str",
     "set_cpu_isa(str name) -> ()",
@@ -231,7 +232,7 @@ def mla_decode(
             and fp16 they are ignored, with a warning. An element on the GPU is read when the kernel runs, so a replayed
             CUDA graph sees new values; one on the CPU is read at the call, like a number.
         num_kv_splits: pins the number of splits of each row (1 to 128, never more than its tiles of 64 tokens). By
-            default the plan is a function of the row's length; see `split_plan`.
+            default the plan is a function of the row's length on the CPU, of all lengths on a GPU; see `split_plan`.
 
     Returns:
         out [b, (s_q,) h_q, 512] in bf16 (fp16 for fp16), and lse [b, (s_q,) h_q] in fp32, natural logarithm. A query
@@ -242,8 +243,8 @@ def mla_decode(
         RuntimeError: no build is loaded.
         On the CPU also ValueError for a length, page id or scale that is out of range.
 
-    On a CUDA device (target sm90a: compute capability 9.0, e4m3 only, sm_scale above 0, cache address and its page and
-    token strides multiples of 16 bytes) the call is queued on the current stream and nothing is synchronised, so the
+    On a CUDA device (target sm90a: compute capability 9.0, sm_scale above 0, cache address and its page and token
+    strides multiples of 16 bytes) the call is queued on the current stream and nothing is synchronised, so the
     values of seq_lens, block_table and scales on the device cannot be refused. They never lead out of the tensors: a
     length counts as 0 below 0 and as max_blocks × page_size above it, and a page id outside the cache stands for a page
     of zeros. A CUDA graph may be captured, and replayed with other lengths.
@@ -313,8 +314,9 @@ def workspace_size(
     """Bytes of workspace for a call with any lengths up to `capacity` = max_blocks × page_size tokens.
 
     The same function of the loaded build sizes and runs. On the CPU it is 24 MiB at the most, whatever the shape. On
-    CUDA it holds fp32 partials of every split, 0 bytes for one split and else b × s_q × h_q × splits × 2056 with both
-    parts rounded up to 256, where splits is what `split_plan` gives a row of `capacity` tokens. Target sm100a needs
+    CUDA it holds fp32 partials, 2056 bytes for each line (s_q × h_q) of each split, and 0 bytes in all where no row can
+    have two. Pinned, there are b × min(num_kv_splits, ⌈capacity / 64⌉) splits at most; the automatic plan makes at most
+    b + 288 / ⌈lines / 64⌉, so the table's width does not matter. Target sm100a needs
     about b × 131592 bytes and 262656 for each row and split, padded to 128 heads; it is enough for every device here.
     """
     on = torch.device(device)
@@ -324,19 +326,33 @@ def workspace_size(
     return sized(b, s_q, h_q, capacity, num_kv_splits)
 
 
-def split_plan(seq_lens: Tensor | Sequence[int], num_kv_splits: int | None = None) -> list[list[int]]:
+def split_plan(
+    seq_lens: Tensor | Sequence[int],
+    num_kv_splits: int | None = None,
+    *,
+    sms: int = 0,
+    lines: int = 1,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    page_size: int = 64,
+) -> list[list[int]]:
     """Token boundaries of each row's splits: [0, …, seq_len], so a row has len(boundaries) − 1 of them; [0] if empty.
 
-    Automatic (None): n = min(⌈tiles / 8⌉, 64) with tiles = ⌈seq_len / 64⌉. Pinned: n = min(num_kv_splits, tiles).
-    Split i holds tiles ⌊i·tiles/n⌋ to ⌊(i+1)·tiles/n⌋. The plan is a function of the row's own length only: batch mates
-    never change a result. TypeError or ValueError for a num_kv_splits that `mla_decode` refuses.
+    Split i of n holds tiles ⌊i·tiles/n⌋ to ⌊(i+1)·tiles/n⌋, with tiles = ⌈seq_len / 64⌉. Pinned: n = min(num_kv_splits,
+    tiles), on every target: the row's own length decides. Automatic (None): on the CPU (`sms` 0) n = min(⌈tiles / 8⌉,
+    64). Target sm90a on a GPU of `sms` multiprocessors looks at the whole batch: n = ⌈tiles / T⌉, one T for all rows
+    (csrc/sm90a/plan.h), and `lines` (s_q × h_q), `dtype` and `page_size` count; it needs a loaded build with sm90a.
+    TypeError or ValueError for a num_kv_splits that `mla_decode` refuses.
     """
     checks.check_splits(num_kv_splits)
     lengths = [int(x) for x in (seq_lens.tolist() if isinstance(seq_lens, Tensor) else seq_lens)]
+    most = 0
+    if sms and num_kv_splits is None:
+        gathered, wide = page_size < BLOCK_N, dtype != torch.float8_e4m3fn
+        most = torch.ops.mla_kernels.cuda_tiles_per_split(lengths, lines, wide, gathered, sms)
     plan = []
     for length in lengths:
         tiles = -(-length // BLOCK_N)
-        wanted = num_kv_splits or min(-(-tiles // AUTO_TILES_PER_SPLIT), AUTO_MAX_SPLITS)
-        n = min(wanted, tiles)
+        automatic = -(-tiles // most) if most else min(-(-tiles // AUTO_TILES_PER_SPLIT), AUTO_MAX_SPLITS)
+        n = min(num_kv_splits or automatic, tiles)
         plan.append([0] + [min((i + 1) * tiles // n * BLOCK_N, length) for i in range(n)])
     return plan

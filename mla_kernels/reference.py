@@ -90,6 +90,7 @@ class Rounding:
 
     `p_format` element of P before P V, `p_scale` the factor on P before rounding (a power of two), `row_sum` which sum
     divides the output (of the "rounded" P that the product sees, or of the "unrounded"), `block_n` tokens a tile,
+    `split_n` at whose multiples splits are cut (None: `block_n`; tiles begin anew with each split),
     `running_max` the maximum that logits are taken relative to ("exact", or raised to the next "power_of_two" of its
     exp, so that a new maximum scales P by a power of two and rounds it alike in every tile and split),
     `pv_accumulator` and `qk_accumulator` the accumulator models, `out_format` element of the output.
@@ -99,6 +100,7 @@ class Rounding:
     p_scale: float = 1.0
     row_sum: Literal["rounded", "unrounded"] = "rounded"
     block_n: int = 64
+    split_n: int | None = None
     running_max: Literal["exact", "power_of_two"] = "exact"
     pv_accumulator: Accumulator | None = None
     qk_accumulator: Accumulator | None = None
@@ -114,22 +116,25 @@ class Rounding:
             raise ValueError(f"row_sum: expected 'rounded' or 'unrounded', got {self.row_sum!r}")
         if self.running_max not in ("exact", "power_of_two"):
             raise ValueError(f"running_max: expected 'exact' or 'power_of_two', got {self.running_max!r}")
-        if self.block_n < 1:
-            raise ValueError(f"block_n: expected a positive integer, got {self.block_n}")
+        for name, number in (("block_n", self.block_n), ("split_n", self.split_n)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {number}")
 
 
 EXACT = Rounding()
 KERNEL = Rounding(p_format="e4m3", p_scale=256.0, out_format="bf16")
 KERNEL_BF16 = Rounding(p_format="bf16", out_format="bf16")
 KERNEL_FP16 = Rounding(p_format="fp16", out_format="fp16")
-# Hopper's e4m3 kernel: q · k in the tensor core for all 18 steps, P · V for the two steps of a tile, the rest fp32.
-KERNEL_SM90A = replace(KERNEL, qk_accumulator=Accumulator(), pv_accumulator=Accumulator(promote_every=64))
+# Hopper's e4m3 kernel: tiles of 128 tokens, q · k in the tensor core for all 18 steps, P · V for the four of a tile.
+KERNEL_SM90A = replace(
+    KERNEL, block_n=128, split_n=64, qk_accumulator=Accumulator(), pv_accumulator=Accumulator(promote_every=128)
+)
 
 
 def kernel_rounding(dtype: torch.dtype | str, device_type: str = "cpu") -> Rounding:
     """The rounding points of our kernels for inputs of `dtype` (torch dtype, or e4m3, bf16, fp16).
 
-    On "cuda" e4m3 gives `KERNEL_SM90A`, with the tensor core's accumulators; other dtypes have no kernel there.
+    On "cuda" e4m3 gives `KERNEL_SM90A`, with the tensor core's accumulators; those of bf16 and fp16 are close to fp32.
     """
     table: dict[torch.dtype | str, Rounding] = {
         "e4m3": KERNEL,
@@ -236,24 +241,48 @@ def _real(x: torch.Tensor) -> torch.Tensor:
     return decode_element(x.view(torch.uint8), "e4m3") if x.dtype == torch.float8_e4m3fn else x.to(torch.float64)
 
 
+def _tiled(
+    kv: torch.Tensor, cuts: list[tuple[int, int]], block: int
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
+    """Keys so that each split begins a tile: zero rows after splits that do not end with one, but the last.
+
+    kv `[n, 576]` gives kv `[m, 576]`, the positions `[m]` in the sequence (past any length for the zero rows), and the
+    bounds of the splits in tiles.
+    """
+    sizes = [-(-(end - begin) // block) for begin, end in cuts]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    bounds = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    position = torch.arange(kv.shape[0], device=kv.device)
+    if all(begin == first * block for (begin, _), (first, _) in zip(cuts, bounds, strict=True)):
+        return kv, position, bounds
+    place = torch.cat(
+        [position[begin:end] + (first * block - begin) for (begin, end), (first, _) in zip(cuts, bounds, strict=True)]
+    )
+    rows = int(place[-1]) + 1
+    spread = torch.zeros(rows, kv.shape[1] * kv.element_size(), dtype=torch.uint8, device=kv.device)
+    spread[place] = kv.contiguous().view(torch.uint8)
+    where = torch.full((rows,), torch.iinfo(torch.int64).max, device=kv.device)
+    where[place] = position
+    return spread.view(kv.dtype), where, bounds
+
+
 def _rows(
     q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float, rounding: Rounding, splits: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows q [r, 576] of one sequence kv [n, 576] to stored-unit out [r, 512] and lse [r]."""
-    length, block = kv.shape[0], rounding.block_n
-    tiles = -(-length // block)
+    block, cuts = rounding.block_n, split_bounds(kv.shape[0], splits, rounding.split_n or rounding.block_n)
+    kv, position, bounds = _tiled(kv, cuts, block)
+    length, tiles = kv.shape[0], bounds[-1][1]
     logits = torch.full((q.shape[0], tiles * block), -math.inf, dtype=torch.float64, device=q.device)
     for t in range(0, length, _TOKENS):
         k = _real(kv[t : t + _TOKENS]).T
         s = q @ k if rounding.qk_accumulator is None else tensor_core_matmul(q, k, rounding.qk_accumulator)
         logits[:, t : t + k.shape[1]] = s.mul_(scale)
-    if int(visible.min()) < length:
-        position = torch.arange(tiles * block, device=q.device)
-        logits.masked_fill_(position >= visible[:, None], -math.inf)
+    if int(visible.min()) <= int(position.max()):
+        logits[:, :length].masked_fill_(position >= visible[:, None], -math.inf)
 
     p = logits.view(-1, tiles, block)
     running = p.amax(-1)  # [r, tiles], then its running maximum inside each split
-    bounds = [(begin // block, -(-end // block)) for begin, end in split_bounds(length, splits, block)]
     for begin, end in bounds:
         running[:, begin:end] = running[:, begin:end].cummax(-1).values
     if rounding.running_max == "power_of_two":

@@ -85,9 +85,6 @@ def _has_kernel(case: Case, device: str) -> bool:
 def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequence[str] = ()) -> pd.DataFrame:
     """Every case of a group through kernel and references: a row a case, with the budget that it must meet.
 
-    On a GPU that is every case in a dtype that its kernels take: bf16 and fp16 have no row there unless named, and are
-    then refused by the operator.
-
     Columns: case, dtype, distribution, b, s_q, h_q, longest, nonfinite, implementation_error, budget, format_error,
     stage_error, total_error, lse_error (largest absolute difference to the format reference's lse).
     """

@@ -354,6 +354,24 @@ def test_splits_cover_the_row_once_and_none_is_empty(length: int, splits: int | 
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("length", [1, 64, 65, 200, 777])
+def test_tiles_of_two_cuts_give_each_split_its_own_tiles(length: int, splits: int) -> None:
+    """Tiles of 128 with splits cut at 64: the same as each split alone, merged by hand."""
+    generator = torch.Generator().manual_seed(length * 17 + splits)
+    q = torch.randn(1, 1, 3, 576, generator=generator, dtype=torch.float64)
+    kv = torch.randn(1, length, 576, generator=generator, dtype=torch.float64)
+    rounding = Rounding(p_format="e4m3", p_scale=256.0, block_n=128, split_n=64, row_sum="unrounded")
+    out, lse = attention(q, kv, [length], sm_scale=SM_SCALE, rounding=rounding, num_kv_splits=splits)
+    parts = [
+        attention(q, kv[:, begin:end], [end - begin], sm_scale=SM_SCALE, rounding=replace(rounding, split_n=None))
+        for begin, end in split_bounds(length, splits, 64)
+    ]
+    weights = torch.stack([part[1] for part in parts]).softmax(0)
+    assert torch.allclose(out, sum(w.unsqueeze(-1) * part[0] for w, part in zip(weights, parts, strict=True)))
+    assert torch.allclose(lse, torch.stack([part[1] for part in parts]).logsumexp(0))
+
+
 @pytest.mark.parametrize("dtype", ["e4m3", torch.float8_e4m3fn, "bf16", torch.bfloat16, "fp16", torch.float16])
 def test_kernel_rounding(dtype: Any) -> None:
     rounding = kernel_rounding(dtype)
@@ -363,7 +381,11 @@ def test_kernel_rounding(dtype: Any) -> None:
     on_gpu = kernel_rounding(dtype, "cuda")
     if rounding.p_format == "e4m3":
         assert on_gpu == replace(
-            rounding, qk_accumulator=Accumulator(13, 32), pv_accumulator=Accumulator(13, 32, promote_every=64)
+            rounding,
+            block_n=128,
+            split_n=64,
+            qk_accumulator=Accumulator(13, 32),
+            pv_accumulator=Accumulator(13, 32, promote_every=128),
         )
     else:
         assert on_gpu is rounding

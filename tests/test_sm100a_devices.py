@@ -62,15 +62,6 @@ def test_operator_says_why_a_device_is_refused(capability: tuple[int, int]) -> N
         checks.check_target(torch.device("cuda"), ("cpu", *toolchain.GPU_TARGETS), capability)
 
 
-@pytest.mark.parametrize(("capability", "taken"), [((9, 0), False), ((10, 0), True), ((10, 3), True)])
-def test_bf16_and_fp16_on_blackwell(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(checks, "CUDA_INPUT_DTYPES", (torch.float8_e4m3fn,))
-    more = checks._more_dtypes(torch.device("cuda"))
-    assert ({torch.bfloat16, torch.float16} <= set(more)) == taken
-
-
 @pytest.mark.parametrize(
     ("capability", "loaded", "device"),
     [

@@ -19,7 +19,6 @@ namespace mla::sm90a {
 namespace {
 
 constexpr int kWarps = 16;
-constexpr int kOwnPlanRows = 32;
 constexpr int kUnitDims = 128;
 constexpr int kParts = kDimNope / kUnitDims;
 constexpr int kSums = 16;
@@ -39,6 +38,10 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__device__ __forceinline__ float4 add_scaled(float4 a, float w, float4 b) {
+  return make_float4(fmaf(w, b.x, a.x), fmaf(w, b.y, a.y), fmaf(w, b.z, a.z), fmaf(w, b.w, a.w));
 }
 
 // A log-sum-exp of several, by a warp that holds them kSplitsALane a lane; the lanes' weights into `weight`, their sum
@@ -64,31 +67,16 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
   constexpr int kAhead = kGroups == 1 ? 8 : kGroups == 4 ? 4 : 0;
   __shared__ float4 partial[kWarpsAUnit > 1 ? kSums * kUnits : 1][32];
   const int warp = threadIdx.x / 32 % kWarpsAUnit, lane = threadIdx.x % 32, mine = threadIdx.x / 32 / kWarpsAUnit;
+  const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
   const float out_scale = p.d.out_scale * (p.kv_scale ? *p.kv_scale : 1.f);
-  // Few rows: the plan is worked out here while the decode kernel runs. Else it is read from the workspace.
-  __shared__ int2 own_plan[kOwnPlanRows];
-  const bool own = p.d.b <= kOwnPlanRows;
-  if (own && threadIdx.x < 32) {
-    const int tiles_a_split = p.d.num_kv_splits > 0 ? 1 : plan_batch(p);
-    const int tiles = lane < p.d.b ? static_cast<int>(num_tiles(row_length(p, lane))) : 0;
-    const int splits = row_splits(tiles, p.d.num_kv_splits, tiles_a_split);
-    int inclusive = splits;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int below = __shfl_up_sync(~0u, inclusive, d);
-      if (lane >= d) inclusive += below;
-    }
-    own_plan[lane] = make_int2(inclusive - splits, splits);
-  }
-  __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (!own && *p.any_split == 0) return;
+  if (p.d.b > 32 && *p.any_split == 0) return;
 
   const int units = p.d.b * p.lines * kParts;
   for (int first_unit = blockIdx.x * kUnits; first_unit < units; first_unit += gridDim.x * kUnits) {
     const int unit = first_unit + mine;
     const int part = unit % kParts, row = unit / kParts / p.lines, line = unit / kParts - row * p.lines;
-    const int2 plan = unit >= units ? make_int2(0, 0) : own ? own_plan[row] : p.row_plan[row];
+    const int2 plan = unit < units ? p.row_plan[row] : make_int2(0, 0);
     const int splits = plan.y > 1 ? plan.y : 0;  // 1: the decode kernel has written this row
     const int64_t first = static_cast<int64_t>(plan.x) * p.lines + line;
     const float4* source = reinterpret_cast<const float4*>(p.partial_o + first * kDimNope + part * kUnitDims) + lane;
@@ -104,13 +92,13 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
       lse_exact[k] = both.y;
     }
     // The first kAhead splits of each of this warp's sums are on their way before the weights are known.
-    float4 x[kAhead > 0 ? kGroups : 1][kAhead > 0 ? kAhead : 1];
+    [[maybe_unused]] float4 x[kGroups][kAhead > 0 ? kAhead : 1];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const int i = k * kSums + g * kWarpsAUnit + warp;
-        x[g][k] = i < splits ? source[i * step] : make_float4(0.f, 0.f, 0.f, 0.f);
+        x[g][k] = i < splits ? source[i * step] : zero;
       }
     const float sum = weights(lse, weight, base);
     const int token = line / p.d.h_q, head = line - token * p.d.h_q;
@@ -121,33 +109,46 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
             sum_exact == 0.f ? -INFINITY : base + logf(sum_exact);
     }
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll(kGroups < 4 ? kGroups : 4)
-    for (int g = 0; g < kGroups; ++g) {
-      const int first_split = g * kWarpsAUnit + warp;
-      float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int k = 0; k < kSplitsASum; ++k) {
-        const int i = k * kSums + first_split;
-        if (k * kSums >= splits) continue;
-        const float w = __shfl_sync(~0u, weight[k / 2], (k % 2) * kSums + first_split);
-        const float4 y = k < kAhead   ? x[kAhead > 0 ? g : 0][k < kAhead ? k : 0]
-                         : i < splits ? source[i * step]
-                                      : make_float4(0.f, 0.f, 0.f, 0.f);
-        o = make_float4(fmaf(w, y.x, o.x), fmaf(w, y.y, o.y), fmaf(w, y.z, o.z), fmaf(w, y.w, o.w));
-      }
-      if constexpr (kWarpsAUnit > 1) {
-        partial[mine * kSums + first_split][lane] = o;
-      } else {
-        total = add(total, o);
-      }
-    }
     if constexpr (kWarpsAUnit > 1) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int first_split = g * kWarpsAUnit + warp;
+        float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int k = 0; k < kSplitsASum; ++k) {
+          const int i = k * kSums + first_split;
+          if (k * kSums >= splits) continue;
+          const float w = __shfl_sync(~0u, weight[k / 2], (k % 2) * kSums + first_split);
+          o = add_scaled(o, w, k < kAhead ? x[g][k < kAhead ? k : 0] : i < splits ? source[i * step] : zero);
+        }
+        partial[mine * kSums + first_split][lane] = o;
+      }
       __syncthreads();
       if (warp == 0) {
 #pragma unroll
         for (int g = 0; g < kSums; ++g) total = add(total, partial[mine * kSums + g][lane]);
       }
       __syncthreads();  // partial is written again
+    } else {
+      // Four sums at a time: their loads are under way together.
+      for (int g = 0; g < kSums && g < splits; g += 4) {
+        float4 o[4] = {zero, zero, zero, zero};
+#pragma unroll
+        for (int k = 0; k < kSplitsASum; ++k) {
+          if (k * kSums + g >= splits) continue;
+          float4 y[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            const int i = k * kSums + g + n;
+            y[n] = i < splits ? source[i * step] : zero;
+          }
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+            o[n] = add_scaled(o[n], __shfl_sync(~0u, weight[k / 2], (k % 2) * kSums + g + n), y[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < 4; ++n) total = add(total, o[n]);
+      }
     }
     if (warp != 0 || splits == 0) continue;
     const float scale = sum == 0.f ? 0.f : out_scale / sum;

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -152,6 +153,18 @@ void decode16(const KernelParams& p, bool tma, int ctas, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int tiles_per_split(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool gathered, int sms) {
+  BatchTiles x{};
+  for (const int64_t len : seq_lens) {
+    const auto tiles = static_cast<int>(num_tiles(len));
+    x.total += tiles;
+    x.longest = std::max(x.longest, tiles);
+    x.rows += tiles > 0;
+  }
+  const int n = lines_a_tile(lines, wide, gathered);
+  return tiles_per_split(x, {std::min(sms, kMostCtas), (lines + n - 1) / n, n, wide});
+}
 
 size_t workspace_bytes(const DecodeParams& params) { return layout(params).bytes; }
 

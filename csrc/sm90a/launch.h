@@ -7,6 +7,8 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <vector>
 
 #include "mla/params.h"
 
@@ -31,5 +33,9 @@ size_t workspace_bytes(const DecodeParams& params);
 // number, a device that is not of compute capability 9.0) and std::runtime_error for errors of the driver; nothing is
 // launched then.
 void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, const DeviceScales& scales = {});
+
+// Most tiles of 64 tokens in a split under the automatic plan, as the kernel finds it on a device with `sms` SMs.
+// lines: s_q * h_q; wide: bf16 or fp16; gathered: pages under 64 tokens.
+int tiles_per_split(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool gathered, int sms);
 
 }  // namespace mla::sm90a

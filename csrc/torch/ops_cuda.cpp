@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <vector>
 
 #include "../sm100a/guards.h"
 #include "../sm100a/launch.h"
@@ -149,9 +150,6 @@ void mla_decode_out(Tensor q_nope, Tensor q_pe, Tensor kv_cache, Tensor seq_lens
 #endif
   if (target != Target::kSm90a) return;
 #ifdef MLA_HAVE_SM90A
-  if (a.q_nope.dtype != mla::DType::kE4M3)
-    mla::fail("q_nope", "float8_e4m3fn on a CUDA device", mla::dtype_name(a.q_nope.dtype),
-              "encode it, or move the tensors to the CPU");
   const mla::DecodeParams p =
       mla::make_params(a, static_cast<float>(a.q_scale_value), static_cast<float>(a.kv_scale_value));
   if (!(p.logit_scale > 0.0f))
@@ -191,10 +189,21 @@ int64_t cuda_workspace_size(int64_t b, [[maybe_unused]] int64_t s_q, [[maybe_unu
   return bytes;
 }
 
+// The largest number of 64-token tiles in a split that the automatic plan of sm90a gives a batch; see sm90a/plan.h.
+int64_t cuda_tiles_per_split([[maybe_unused]] std::vector<int64_t> seq_lens, [[maybe_unused]] int64_t lines,
+                             [[maybe_unused]] bool wide, [[maybe_unused]] bool gathered, [[maybe_unused]] int64_t sms) {
+#ifdef MLA_HAVE_SM90A
+  return mla::sm90a::tiles_per_split(seq_lens, static_cast<int>(lines), wide, gathered, static_cast<int>(sms));
+#else
+  throw std::runtime_error("cuda_tiles_per_split: this build has no target sm90a");
+#endif
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CUDA, m) { m.impl("mla_decode_out", TORCH_BOX(&mla_decode_out)); }
 
 STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CompositeExplicitAutograd, m) {
   m.impl("cuda_workspace_size", TORCH_BOX(&cuda_workspace_size));
+  m.impl("cuda_tiles_per_split", TORCH_BOX(&cuda_tiles_per_split));
 }

@@ -5,7 +5,8 @@
     check.py LIBRARY correct | tiny | fast | bench PEERS_DIR [bxhxs,...] | profile b h s splits
 
 LIBRARY comes from check/build.sh. References are float64 on the same e4m3 values: `exact`, and `stage`, which also
-rounds P to e4m3 against the running maximum of steps of 128 tokens (64 for bf16) as the kernel does. Exits with 1 if a check fails.
+rounds P to e4m3 against the running maximum of steps of 128 tokens (64 for bf16) as the kernel does. Exits with 1 if a
+check fails.
 """
 
 import ctypes
@@ -140,7 +141,9 @@ class Problem:
             return min(self.splits, mine)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         rows = sum(x > 0 for x in tiles)
-        each = self.lib.mla_check_tiles_per_split(sum(tiles), max(tiles), rows, self.s_q * self.h, min(sms, 144), int(self.dtype != E4M3), int(self.page < 64))
+        each = self.lib.mla_check_tiles_per_split(
+            sum(tiles), max(tiles), rows, self.s_q * self.h, min(sms, 144), int(self.dtype != E4M3), int(self.page < 64)
+        )
         return (mine + each - 1) // each
 
     def reference(self, r):
@@ -270,11 +273,18 @@ def correct(lib):
         ("b130 h16 ragged pinned 7", case(lens=[(i * 977) % 3001 for i in range(130)], h=16, splits=7)),
         ("b40 h128 ragged pinned 3", case(lens=[(i * 977) % 3001 for i in range(40)], h=128, splits=3)),
         ("b6 h128 ragged pinned 100", case(lens=[9000, 1, 700, 8191, 64, 65], h=128, splits=100)),
-        *((f"{name} b5 h128 0,5,0,4096,1000", case(lens=[0, 5, 0, 4096, 1000], h=128, dtype=dtype)) for name, dtype in WIDE),
-        *((f"{name} b130 h16 ragged", case(lens=[(i * 977) % 3001 for i in range(130)], h=16, dtype=dtype))
-          for name, dtype in WIDE),
-        *((f"{name} b3 h128 s_q4 page16 4,3,1300", case(lens=[4, 3, 1300], h=128, s_q=4, page=16, dtype=dtype))
-          for name, dtype in WIDE),
+        *(
+            (f"{name} b5 h128 0,5,0,4096,1000", case(lens=[0, 5, 0, 4096, 1000], h=128, dtype=dtype))
+            for name, dtype in WIDE
+        ),
+        *(
+            (f"{name} b130 h16 ragged", case(lens=[(i * 977) % 3001 for i in range(130)], h=16, dtype=dtype))
+            for name, dtype in WIDE
+        ),
+        *(
+            (f"{name} b3 h128 s_q4 page16 4,3,1300", case(lens=[4, 3, 1300], h=128, s_q=4, page=16, dtype=dtype))
+            for name, dtype in WIDE
+        ),
         *((f"{name} b1 h128 s32768", case(lens=[32768], h=128, dtype=dtype)) for name, dtype in WIDE),
         *((f"{name} b128 h128 s4096", case(lens=[4096] * 128, h=128, dtype=dtype)) for name, dtype in WIDE),
     ]:
