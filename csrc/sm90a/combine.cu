@@ -61,10 +61,10 @@ __device__ __forceinline__ float weights(const float (&lse)[kSplitsALane], float
 }
 
 template <int kWarpsAUnit>
-__global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(32 * kWarps, 2) combine_kernel(const __grid_constant__ KernelParams p) {
   constexpr int kUnits = kWarps / kWarpsAUnit;  // of a CTA at a time
   constexpr int kGroups = kSums / kWarpsAUnit;  // sums of one warp
-  constexpr int kAhead = kGroups == 1 ? 8 : kGroups == 4 ? 4 : 0;
+  constexpr int kAhead = kGroups == 1 ? 8 : kGroups == 4 ? 1 : 0;
   __shared__ float4 partial[kWarpsAUnit > 1 ? kSums * kUnits : 1][32];
   const int warp = threadIdx.x / 32 % kWarpsAUnit, lane = threadIdx.x % 32, mine = threadIdx.x / 32 / kWarpsAUnit;
   const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -188,7 +188,7 @@ void launch_combine(const KernelParams& p, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(p.d.b) * p.lines * kParts;
   if (units <= 4 * kMostCtas) {
     launch_with<16>(p, units, stream);
-  } else if (units <= 32 * kMostCtas) {
+  } else if (units <= 8 * kMostCtas) {
     launch_with<4>(p, units, stream);
   } else {
     launch_with<1>(p, units, stream);

@@ -49,27 +49,33 @@ MLA_HOST_DEVICE MLA_INLINE constexpr int64_t most_slots(int64_t rows, const Mach
   return rows + 2 * m.ctas / m.line_tiles;
 }
 
-// Estimated time of splits of at most T tiles, in nanoseconds on an H200; the constants are measured (DESIGN.md).
-MLA_HOST_DEVICE MLA_INLINE constexpr int64_t plan_cost(const BatchTiles& x, const Machine& m, int tiles_per_split) {
-  // A tile, and what each piece of work adds.
-  const int64_t tile = m.wide ? 2000 : m.lines_a_tile == 64 ? 1250 : 1000, item = m.wide ? 5000 : 3500;
-  const int64_t splits = splits_of(x.longest, tiles_per_split);
+// Estimated time of splits of at most T tiles, in units of 16 ns on an H200; the constants are measured (DESIGN.md). In
+// 32 bits, which a lane divides ten times faster than 64; a batch counts as 2^20 tiles at the most, whose plan is
+// clear.
+MLA_HOST_DEVICE MLA_INLINE constexpr uint32_t plan_cost(const BatchTiles& x, const Machine& m, int tiles_per_split) {
+  // A tile, and what each piece of work adds; the merge of splits; its traffic, 2 KB a line there and back.
+  const uint32_t tile = m.wide ? 2000 / 16 : m.lines_a_tile == 64 ? 1400 / 16 : 900 / 16;
+  const uint32_t item = m.wide ? 5000 / 16 : 3500 / 16, merge = 3000 / 16;
+  const uint32_t piece = static_cast<uint32_t>(m.lines_a_tile) * 2048 / 2200 / 16 + 1;
+  const uint32_t splits = static_cast<uint32_t>(splits_of(x.longest, tiles_per_split));
+  const uint32_t ctas = static_cast<uint32_t>(m.ctas), line_tiles = static_cast<uint32_t>(m.line_tiles);
+  const uint32_t rows = static_cast<uint32_t>(x.rows < (1 << 20) ? x.rows : 1 << 20);
+  const uint32_t total = static_cast<uint32_t>(x.total < (1 << 20) ? x.total : 1 << 20);
+  const uint32_t most = static_cast<uint32_t>(tiles_per_split < (1 << 20) ? tiles_per_split : 1 << 20);
+  const uint32_t steps = m.wide ? most : (most + 1) / 2 * 2;  // e4m3 takes two tiles at a time
   const bool even = x.total == static_cast<int64_t>(x.longest) * x.rows;
-  const int64_t pieces = m.line_tiles * (even          ? splits * x.rows
-                                         : splits == 1 ? x.rows
-                                                       : x.total / tiles_per_split + (x.rows + 1) / 2);
-  int64_t time = 0;
+  const uint32_t pieces = line_tiles * (even || splits == 1 ? splits * rows : total / most + (rows + 1) / 2);
+  uint32_t time = 0;
   if (even) {
-    time = ceil_div(pieces, m.ctas) * (tile * tiles_per_split + item);
+    time = (pieces + ctas - 1) / ctas * (tile * steps + item);
   } else {
-    const int64_t share = (x.total * m.line_tiles * tile + pieces * item) / m.ctas + tile * tiles_per_split / 2;
-    const int64_t one = tile * tiles_per_split + item;
+    const uint32_t share = total / ctas * line_tiles * tile + pieces * item / ctas + tile * steps / 2;
+    const uint32_t one = tile * steps + item;
     time = share > one ? share : one;
   }
-  const int64_t memory = x.total * (m.wide ? 73728 : 36864) / 4200;  // bytes of the cache over the bandwidth
+  const uint32_t memory = total * (m.wide ? 2 : 1) / 2 + total * (m.wide ? 2 : 1) / 16;  // 36 KB at 4.1 TB/s: 9 ns
   if (time < memory) time = memory;
-  // The combine kernel, and 2 KB a line and piece that go to memory and come back.
-  return splits == 1 ? time : time + 3000 + pieces * m.lines_a_tile * 2048 / 1700;
+  return splits == 1 ? time : time + merge + pieces * piece;
 }
 
 // T of candidate i, or 0 where it is none: more splits than tiles, or more than the workspace has room for.
@@ -84,11 +90,11 @@ MLA_HOST_DEVICE MLA_INLINE constexpr int candidate_tiles(const BatchTiles& x, co
 // T of the automatic plan; 1 for a batch without tokens.
 inline int tiles_per_split(const BatchTiles& x, const Machine& m) {
   int best = x.longest > 0 ? x.longest : 1;
-  int64_t least = INT64_MAX;
+  uint32_t least = UINT32_MAX;
   for (int i = 0; i < kPlanCandidates; ++i) {
     const int tiles = candidate_tiles(x, m, i);
     if (tiles == 0) continue;
-    const int64_t cost = plan_cost(x, m, tiles);
+    const uint32_t cost = plan_cost(x, m, tiles);
     if (cost < least) {
       least = cost;
       best = tiles;

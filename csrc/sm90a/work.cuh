@@ -37,11 +37,8 @@ __device__ __forceinline__ int plan_batch(const KernelParams& p) {
   const BatchTiles x = {total, longest, rows};
   const Machine m = {p.ctas, p.line_tiles, p.lines_a_tile, p.d.dtype != DType::kE4M3};
   const int tiles = lane < kPlanCandidates ? candidate_tiles(x, m, lane) : 0;
-  const int64_t cost = tiles > 0 ? plan_cost(x, m, tiles) : INT64_MAX;
-  // the first candidate with the least cost
-  int64_t least = cost;
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) least = min(least, __shfl_xor_sync(~0u, least, d));
+  const uint32_t cost = tiles > 0 ? plan_cost(x, m, tiles) : UINT32_MAX;
+  const uint32_t least = __reduce_min_sync(~0u, cost);  // the first candidate that has it
   return __shfl_sync(~0u, tiles, __ffs(__ballot_sync(~0u, cost == least)) - 1);
 }
 
