@@ -241,7 +241,7 @@ def test_output_does_not_shrink_with_length() -> None:
     case = Case("long", "correctness", (131072,), distribution="shifted_mean", num_kv_splits=1)
     results = run_case(case, ops.mla_decode, "cuda")
     assert results.kernel is not None
-    # The four steps of a tile in the accumulator take 0.7 to 0.8 thousandths off: the stage has them, and says the same.
+    # The four steps of a tile in the accumulator take 0.7 to 0.8 thousandths off, and the stage says the same.
     assert abs(gain_minus_1(results.kernel, results.format)) < 3e-3
     assert abs(gain_minus_1(results.kernel, results.stage)) < 5e-5
 
