@@ -101,12 +101,16 @@ def _timing(samples: Sequence[float]) -> Timing:
 
 @dataclass(frozen=True)
 class Launch:
-    """A call ready to be timed. `how`: "graph" (a replay) or "eager"; `why`: what kept it from being captured."""
+    """A call ready to be timed. `how`: "graph" (a replay) or "eager"; `why`: what kept it from being captured.
+
+    `keep` is the call itself: a graph knows addresses only, and its tensors have to live as long as it is replayed.
+    """
 
     run: Callable[[], object]
     how: str
     host_us: float = 0.0
     why: str = ""
+    keep: object = None
 
 
 class GpuClock:
@@ -148,7 +152,7 @@ class GpuClock:
                     call()
                 captured.replay()
                 cuda.synchronize(self._device)
-                return Launch(captured.replay, "graph")
+                return Launch(captured.replay, "graph", keep=call)
             except RuntimeError as error:
                 why = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 cuda.synchronize(self._device)
@@ -160,12 +164,13 @@ class GpuClock:
         return Launch(call, "eager", host_us, why)
 
     def interleaved(self, launches: Mapping[str, Launch], *, rounds: int = 30, warmup: int = 3) -> dict[str, Timing]:
-        """Time launches in turns; nothing is waited for until all rounds are queued."""
+        """Time launches in turns, each round beginning with another; nothing is waited for until all are queued."""
         _check_rounds(rounds)
         marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in launches}
         with self._cuda.device(self._device):
+            order = list(launches.items())
             for i in range(warmup + rounds):
-                for name, launch in launches.items():
+                for name, launch in order[i % len(order) :] + order[: i % len(order)] if order else []:
                     self._buffer.zero_()
                     if launch.how == "eager":
                         self._cuda._sleep(int(min(2 * launch.host_us + 50, MAX_WAIT_US) * WAIT_MHZ))

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,32 @@ def test_flops() -> None:
 
 def clock(cuda: Cuda) -> timing.GpuClock:
     return timing.GpuClock("cpu", l2_write=1 << 12, cuda=cuda)
+
+
+def test_a_captured_call_lives_as_long_as_its_launch() -> None:
+    """A graph knows addresses only: were the call's tensors freed, its replays would write into memory of others."""
+    cuda = Cuda()
+    tensor = torch.zeros(4)
+    alive = weakref.ref(tensor)
+
+    def call(kept: torch.Tensor = tensor) -> None:
+        cuda.call()
+
+    launch = clock(cuda).launch(call)
+    assert launch.how == "graph"
+    del tensor, call
+    gc.collect()
+    assert alive() is not None
+    del launch
+    gc.collect()
+    assert alive() is None
+
+
+def test_each_round_begins_with_another() -> None:
+    order: list[str] = []
+    launches = {name: timing.Launch(lambda name=name: order.append(name), "graph") for name in "abc"}
+    clock(Cuda()).interleaved(launches, rounds=3, warmup=1)
+    assert "".join(order) == "abcbcacababc"
 
 
 def test_graph_replays_are_timed_with_the_l2_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
