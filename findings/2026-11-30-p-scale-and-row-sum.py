@@ -32,9 +32,8 @@ for distribution, q_std in (("zero_mean", 1.0), ("shifted_mean", 0.1)):
         flushed = (round_to(p * rounding.p_scale, "e4m3") == 0).double().mean().item()
         found[distribution, name] = (relative_error(out, exact), gain_minus_1(out, exact), flushed)
         error, gain, share = found[distribution, name]
-        print(
-            f"{distribution:12s} {name:18s}: error {100 * error:.3f} %, gain - 1 {100 * gain:+.3f} %, P = 0: {share:.2%}"
-        )
+        line = f"{distribution} {name}: error {100 * error:.3f} %, gain - 1 {100 * gain:+.3f} %"
+        print(f"{line}, P = 0: {share:.2%}")
 
 zero, shifted = ({name: found[d, name] for name in VARIANTS} for d in ("zero_mean", "shifted_mean"))
 assert zero["1, rounded sum"][2] > 0.3, "without a scale a third of P is flushed to zero"
