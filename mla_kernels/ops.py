@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,52 +59,13 @@ def _new_outputs(q_nope: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(q_nope.shape[:-1], dtype=torch.float32, device=q_nope.device)
 
 
-def _mla_decode_impl(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    sm_scale: float,
-    q_scale: float,
-    kv_scale: float,
-    q_scale_tensor: Tensor | None,
-    kv_scale_tensor: Tensor | None,
-    num_kv_splits: int | None,
-) -> tuple[Tensor, Tensor]:
+def _mla_decode_impl(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = _new_outputs(q_nope)
-    torch.ops.mla_kernels.mla_decode_out(
-        q_nope,
-        q_pe,
-        kv_cache,
-        seq_lens,
-        block_table,
-        sm_scale,
-        q_scale,
-        kv_scale,
-        q_scale_tensor,
-        kv_scale_tensor,
-        num_kv_splits,
-        out,
-        lse,
-        None,
-    )
+    torch.ops.mla_kernels.mla_decode_out(q_nope, *rest, out, lse, None)
     return out, lse
 
 
-def _mla_decode_fake(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    sm_scale: float,
-    q_scale: float,
-    kv_scale: float,
-    q_scale_tensor: Tensor | None,
-    kv_scale_tensor: Tensor | None,
-    num_kv_splits: int | None,
-) -> tuple[Tensor, Tensor]:
+def _mla_decode_fake(q_nope: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _new_outputs(q_nope)
 
 

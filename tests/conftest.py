@@ -10,7 +10,10 @@ import os
 # processes on two cores slow each other down fivefold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from mla_kernels import build
 
@@ -19,3 +22,12 @@ from mla_kernels import build
 def cpu_build() -> build.Built:
     """The CPU target, loaded."""
     return build.load(targets=("cpu",))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For files whose tensors are small: one thread is faster, and test processes side by side do not wait on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

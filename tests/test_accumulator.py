@@ -5,37 +5,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from drawn import rand, stored
 
 from mla_kernels import reference
+from mla_kernels.cases import SM_SCALE
 from mla_kernels.formats import D, round_to
 from mla_kernels.reference import KERNEL, Accumulator, Rounding, attention, tensor_core_matmul
 
-SM_SCALE = 192**-0.5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: one thread is faster, and keeps test processes side by side out of each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def stored(*shape: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
-    """e4m3 values as float64."""
-    return round_to(rand(*shape, seed=seed) + mean, "e4m3")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

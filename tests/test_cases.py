@@ -9,7 +9,6 @@ and each fault planted into it must break one. The kernel itself is held against
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +34,7 @@ from mla_kernels.cases import (
 from mla_kernels.formats import decode
 from mla_kernels.reference import gather, kernel_rounding, split_bounds
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: one thread is faster, and keeps test processes side by side out of each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def fp32_kernel(

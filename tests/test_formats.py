@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,16 +16,9 @@ from hypothesis import strategies as st
 from mla_kernels import formats
 from mla_kernels.formats import FORMATS, Counters, decode, encode, encode_element, round_to
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INF, NAN = math.inf, math.nan
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: one thread is faster, and keeps test processes side by side out of each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # The value of every non-negative e4m3 code, by exponent field (OFP8: bias 7, three fraction bits). Line 0 is k · 2^-9,

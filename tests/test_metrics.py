@@ -5,31 +5,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from drawn import rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_kernels import metrics
 from mla_kernels.formats import round_to
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INF, NAN = math.inf, math.nan
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: one thread is faster, and keeps test processes side by side out of each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def t(*values: float) -> torch.Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,12 @@ from mla_kernels.ops import mla_decode
 from mla_kernels.reference import attention, kernel_rounding
 
 # Warnings of the operator (a scale for bf16, say) would be ours to heed.
-pytestmark = [pytest.mark.usefixtures("cpu_build"), pytest.mark.filterwarnings("error:mla_decode:UserWarning")]
+pytestmark = [
+    *[pytest.mark.usefixtures("cpu_build"), pytest.mark.filterwarnings("error:mla_decode:UserWarning")],
+    pytest.mark.usefixtures("one_thread"),
+]
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "data" / "tiny-mla"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small matrices: a second thread costs more in waiting than it saves, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
