@@ -25,8 +25,8 @@ from mla_kernels.reference import attention, kernel_rounding
 
 # Warnings of the operator (a scale for bf16, say) would be ours to heed.
 pytestmark = [
-    *[pytest.mark.usefixtures("cpu_build"), pytest.mark.filterwarnings("error:mla_decode:UserWarning")],
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("cpu_build", "one_thread"),
+    pytest.mark.filterwarnings("error:mla_decode:UserWarning"),
 ]
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "data" / "tiny-mla"
