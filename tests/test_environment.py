@@ -42,7 +42,7 @@ USED_IN = {
     "lm-eval": ("data/README.md", "lm_eval --model hf"),
     "datasets": ("data/gsm-tiny/gsm_tiny.yaml", "dataset_path"),  # lm-eval's reader of it
     "accelerate": ("data/README.md", "lm_eval --model hf"),  # lm-eval's hf model imports it
-    "axe-playwright-python": ("tests/test_report*.py", "axe_playwright"),
+    "axe-playwright-python": ("tests/test_*.py", "axe_playwright"),
 }
 # Not installed with the environment's packages by name: they come with another one.
 COMES_WITH = {"triton": "torch"}
