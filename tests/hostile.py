@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_kernels import ops
+from mla_kernels.cases import Results
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -64,3 +66,14 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     total = torch.logsumexp(lse, 0)
     weight = torch.exp(lse - torch.where(total == -torch.inf, 0.0, total))
     return (torch.stack([part[0].double() for part in parts]) * weight.unsqueeze(-1)).sum(0), total
+
+
+def check_empty_rows(results: Results) -> Tensor:
+    """Outputs are finite, and rows without keys, which are returned as a mask, have out 0 and lse −inf; others not."""
+    assert results.kernel is not None
+    assert results.kernel_lse is not None
+    assert bool(torch.isfinite(results.kernel).all())
+    empty = results.stage_lse == -math.inf
+    assert torch.equal(results.kernel_lse == -math.inf, empty)
+    assert bool((results.kernel[empty] == 0).all())
+    return empty

@@ -58,14 +58,11 @@ def decode(case: Inputs, **changes: Any) -> tuple[Tensor, Tensor]:
 
 def check_against_stage(results: Results, dtype: str, budget: float) -> None:
     """The kernel is the stage but for fp32: `budget` bounds the rest (derived in `metrics.implementation_budget`)."""
-    assert results.kernel is not None
-    assert results.kernel_lse is not None
-    assert bool(torch.isfinite(results.kernel).all())
-    empty = results.stage_lse == -math.inf
-    assert torch.equal(results.kernel_lse == -math.inf, empty)
-    assert bool((results.kernel[empty] == 0).all())
+    empty = hostile.check_empty_rows(results)
     if bool(empty.all()):
         return
+    assert results.kernel is not None
+    assert results.kernel_lse is not None
     assert float((results.kernel_lse.double() - results.stage_lse)[~empty].abs().max()) <= 1e-3
     error = relative_error(results.kernel, results.stage)
     assert error <= budget
