@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""CUTLASS_MLA on a CPU (target cpu), where the cache may be fp8 as well, which no CPU backend of vLLM has."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from mla_kernels import checks
+from mla_kernels.vllm import backend, cache
+
+__all__ = ["CpuBackend"]
+
+
+class CpuImpl(backend.Impl):
+    """Decode through the operator; the cache is written and, for prefill with context, read with torch operations."""
+
+    def quantise_queries(self, q_nope: Tensor, q_pe: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return cache.quantise_queries(q_nope, q_pe, scale)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        if kv_cache.numel():
+            cache.write_rows(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+
+    def _compute_prefill_context(
+        self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, k_scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to what is in the cache already: vLLM's, on pages of real values for an fp8 cache."""
+        if not self.is_fp8:
+            return super()._compute_prefill_context(q, kv_c_and_k_pe_cache, attn_metadata, k_scale)
+        prefill = attn_metadata.prefill
+        pages, table = cache.dequantise_pages(kv_c_and_k_pe_cache, prefill.block_table, k_scale, self.model_dtype)
+        readable = dataclasses.replace(attn_metadata, prefill=dataclasses.replace(prefill, block_table=table))
+        asked, self.kv_cache_dtype = self.kv_cache_dtype, "auto"
+        try:
+            return super()._compute_prefill_context(q, pages, readable, k_scale)
+        finally:
+            self.kv_cache_dtype = asked
+
+
+class CpuBackend(backend.Backend):
+    """Pages of any size that the operator takes."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuImpl]:
+        return CpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[backend.MetadataBuilder]:
+        return backend.MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return list(checks.PAGE_SIZES)
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or block_size in checks.PAGE_SIZES
