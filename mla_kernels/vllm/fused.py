@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,27 +14,28 @@ __all__ = ["quantise_queries"]
 D_NOPE, D_ROPE = 512, 64
 
 
+# Triton reads annotations as types of its own, so the two kernels have none but constexpr.
 @triton.jit
-def _codes(x: Any, scale: Any) -> Any:
+def _codes(x, scale):  # type: ignore[no-untyped-def]
     # Rounded division, as torch has it; NaN stays NaN, the rest saturates.
     real = tl.clamp(tl.div_rn(x.to(tl.float32), scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return real.to(tl.float8e4nv)
 
 
 @triton.jit
-def _quantise(
-    q_nope: Any,  # [tokens, h_q, 512], last stride 1
-    q_pe: Any,  # [tokens, h_q, 64], last stride 1
-    scale: Any,  # one fp32
-    out: Any,  # [tokens, h_q, 576] e4m3, contiguous
-    nope_token: Any,
-    nope_head: Any,
-    pe_token: Any,
-    pe_head: Any,
-    h_q: Any,
+def _quantise(  # type: ignore[no-untyped-def]
+    q_nope,  # [tokens, h_q, 512], last stride 1
+    q_pe,  # [tokens, h_q, 64], last stride 1
+    scale,  # one fp32
+    out,  # [tokens, h_q, 576] e4m3, contiguous
+    nope_token,
+    nope_head,
+    pe_token,
+    pe_head,
+    h_q,
     nope: tl.constexpr,
     rope: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     token, head = row // h_q, row % h_q
     by = tl.load(scale)
