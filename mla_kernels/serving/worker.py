@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""Runs in an interpreter that has vLLM, as a script: decoding timed, or its tokens and logits kept.
+
+    python worker.py '{"what": "agree", "model": …, "engine": {…}, "output": …, "prompts": 8, "output_len": 128}'
+
+Imports nothing of this package: vLLM's plugin mechanism brings it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+GSM = Path(__file__).resolve().parents[2] / "data" / "gsm-tiny"
+
+
+def texts(name: str, count: int) -> list[dict[str, Any]]:
+    lines = (GSM / name).read_text("utf-8").splitlines()[:count]
+    return [json.loads(line) for line in lines]
+
+
+def decode(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Tokens a second of decoding alone: the time of 1 + n tokens less that of 1 token, same prompts."""
+    from vllm import SamplingParams
+
+    tokenizer = llm.get_tokenizer()
+    n, batch = job["output_len"], job["batch"]
+    length = job["engine"]["max_model_len"] - n - 1
+    rows = texts("documents.jsonl", 16)
+    prompts = []
+    for i in range(batch):  # every prompt begins differently, so that no cached prefix answers for another
+        ids = tokenizer.encode(f"{i} " + rows[i % len(rows)]["text"])
+        prompts.append({"prompt_token_ids": (ids * (length // len(ids) + 1))[:length]})
+
+    def seconds(count: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        spent = time.perf_counter() - begun
+        got = [len(answer.outputs[0].token_ids) for answer in answers]
+        if got != [count] * batch:
+            raise RuntimeError(f"asked for {count} tokens of each sequence, got {got}")
+        return spent
+
+    seconds(1 + n)
+    rounds = [(seconds(1), seconds(1 + n)) for _ in range(job["rounds"])]
+    rates = sorted(batch * n / (long - short) for short, long in rounds)
+    return {
+        "context": length,
+        "decode_tokens_per_s": round(rates[len(rates) // 2], 2),
+        "decode_tokens_per_s_rounds": [round(rate, 2) for rate in rates],
+    }
+
+
+def agree(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens of the first problems, and the natural logarithm of every token's probability at each step."""
+    from vllm import SamplingParams
+
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    prompts = [f"Question: {row['question']}\nAnswer:" for row in texts("test.jsonl", job["prompts"])]
+    params = SamplingParams(temperature=0.0, max_tokens=job["output_len"], logprobs=vocabulary)
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    found = []
+    for answer in answers:
+        out = answer.outputs[0]
+        steps = [{str(token): entry.logprob for token, entry in step.items()} for step in out.logprobs]
+        found.append({"tokens": list(out.token_ids), "text": out.text, "logprobs": steps})
+    return {"answers": found}
+
+
+def evaluate(lm: Any, limit: int) -> dict[str, Any]:
+    """lm-eval's gsm_tiny with the model that runs already."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    tasks = TaskManager(include_path=str(GSM))
+    result = lm_eval.simple_evaluate(lm, tasks=["gsm_tiny"], task_manager=tasks, limit=limit, log_samples=False)
+    return {"results": result["results"], "n-samples": result["n-samples"]}
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    engine = dict(job["engine"])
+    if job["what"] == "agree":
+        engine["max_logprobs"] = -1
+    if job.get("limit"):
+        from lm_eval.models.vllm_causallms import VLLM
+
+        lm = VLLM(pretrained=job["model"], **engine)
+        llm = lm.model
+    else:
+        from vllm import LLM
+
+        lm, llm = None, LLM(model=job["model"], disable_log_stats=True, **engine)
+    result = decode(llm, job) if job["what"] == "decode" else agree(llm, job)
+    if lm is not None:
+        result["evaluation"] = evaluate(lm, job["limit"])
+    part = job["output"] + ".part"
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(result, file)
+    os.replace(part, job["output"])
+
+
+if __name__ == "__main__":  # vLLM's engine is a process that imports this file again
+    main()
