@@ -11,6 +11,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,6 +128,8 @@ def run_child(
     variables = environment(child.environment)
     if on:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(on)
+        # engines that start at the same time would write the same compiled graphs
+        variables.setdefault("VLLM_CACHE_ROOT", os.path.join(tempfile.gettempdir(), f"mla-vllm-cache-{'-'.join(on)}"))
     log.parent.mkdir(parents=True, exist_ok=True)
     supervisor = [sys.executable, "-P", "-S", str(_SUPERVISE), str(os.getpid()), *child.command]
     begun, reason, code = time.monotonic(), "", None

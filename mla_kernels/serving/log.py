@@ -14,8 +14,9 @@ __all__ = ["bytes_per_token_layer", "errors", "read_log", "tail"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PATTERNS = {
-    # "Using AttentionBackendEnum.FLASHMLA backend.", "Using FLASHMLA attention backend out of potential backends: …"
-    "backend_used": re.compile(r"Using (?:\w+\.)?([A-Z][A-Z0-9_]*MLA[A-Z0-9_]*)(?: attention)? backend"),
+    # "Using AttentionBackendEnum.FLASHMLA backend.", "Using FLASHMLA attention backend out of potential backends: …",
+    # "Using CUTLASS_MLA of mla_kernels on CPU, …"
+    "backend_used": re.compile(r"Using (?:\w+\.)?([A-Z][A-Z0-9_]*MLA[A-Z0-9_]*)(?: attention backend| backend| of )"),
     "prefill_backend": re.compile(r"Using (?:MLAPrefillBackendEnum\.)?([A-Z][A-Z0-9_]*) MLA prefill backend"),
     "kv_cache_tokens": re.compile(r"KV cache size: ([0-9,]+) tokens"),
     # "Available KV cache memory: 110.35 GiB"; on a CPU "Explicitly set (1.0/20.46) GiB for KV cache on node 0."

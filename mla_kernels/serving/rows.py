@@ -15,7 +15,9 @@ from mla_kernels.measurements import short_command
 from mla_kernels.serving.children import Ended
 from mla_kernels.serving.log import bytes_per_token_layer, errors, read_log
 
-__all__ = ["FILTERS", "eval_rows", "failure", "log_facts", "throughput_row", "worker_row"]
+__all__ = [
+    "FILTERS", "agree_rows", "agreement", "decode_rows", "eval_rows", "failure", "log_facts", "scores", "throughput_row",
+]  # fmt: skip
 
 FILTERS = ("strict-match", "flexible-extract")
 #: Columns that a row without a result has nevertheless, as None.
@@ -155,16 +157,96 @@ def scores(content: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
     return found
 
 
-def worker_row(ended: Ended, output: str | os.PathLike[str], asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The row of a timing of decode alone: what worker.py wrote, beside what was asked."""
+def _worker_output(ended: Ended, output: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """What worker.py wrote, or why it did not."""
     reason = failure(ended)
+    if reason:
+        return {}, reason
+    try:
+        content = json.loads(Path(output).read_text("utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("expected an object")
+    except (OSError, ValueError) as error:
+        return {}, f"the output of worker.py: {error}"
+    return content, ""
+
+
+def decode_rows(ended: Ended, output: str | os.PathLike[str], asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The row of a timing of decode alone: what worker.py wrote, beside what was asked."""
+    content, reason = _worker_output(ended, output)
     facts, contradiction = log_facts(ended, int(asked["layers"]), asked)
-    numbers: dict[str, Any] = {"decode_tokens_per_s": None}
     if not reason:
         try:
-            content = json.loads(Path(output).read_text("utf-8"))
             _number(content, "decode_tokens_per_s")
-            numbers = content
-        except (OSError, ValueError, AttributeError) as error:
+        except ValueError as error:
             reason = f"the output of worker.py: {error}"
+    numbers = {"decode_tokens_per_s": None, **content}
     return [_finished(ended, asked, numbers, facts, reason or contradiction)]
+
+
+def agree_rows(
+    ended: Ended, output: str | os.PathLike[str], asked: Mapping[str, Any], reference: str | os.PathLike[str]
+) -> list[dict[str, Any]]:
+    """A row of how a run agrees with the run that wrote `reference` (with itself: every difference is 0), and, where
+    lm-eval ran, rows as in eval.json."""
+    content, reason = _worker_output(ended, output)
+    facts, contradiction = log_facts(ended, int(asked["layers"]), asked)
+    reason = reason or contradiction
+    numbers: dict[str, Any] = dict.fromkeys(AGREEMENT)
+    found: list[dict[str, Any]] = []
+    if not reason:
+        try:
+            numbers = agreement(content["answers"], json.loads(Path(reference).read_text("utf-8"))["answers"])
+            if "evaluation" in content:
+                found = scores(content["evaluation"], "gsm_tiny")
+        except FileNotFoundError:
+            reason = "the run that it is compared with has no result"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"the output of worker.py: {type(error).__name__}: {error}"
+    evaluated = {**asked, "task": "gsm_tiny"}
+    return [_finished(ended, asked, numbers, facts, reason),
+            *(_finished(ended, evaluated, numbers, facts, "") for numbers in found)]  # fmt: skip
+
+
+#: Columns of `agreement`.
+AGREEMENT = (
+    "answers", "answers_equal", "steps", "steps_compared", "kl_mean", "kl_max", "logprob_difference_max",
+)  # fmt: skip
+
+
+def agreement(mine: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How two runs of the same greedy prompts agree.
+
+    Each answer has `tokens` and `logprobs`, of every token of the vocabulary at each step. Steps are compared as long
+    as both have read the same tokens, so up to and with the first step where the tokens differ.
+
+    Returns:
+        answers, answers_equal (token for token), steps (tokens of `mine`), steps_compared, kl_mean and kl_max
+        (KL(other, mine) of a step, nats), logprob_difference_max (of tokens that `other` gives 1e-3 or more, nats).
+    """
+    if len(mine) != len(other):
+        raise ValueError(f"answers: expected {len(other)}, got {len(mine)}")
+    divergences, largest, equal = [], 0.0, 0
+    for one, two in zip(mine, other, strict=True):
+        equal += one["tokens"] == two["tokens"]
+        pairs = zip(one["tokens"], two["tokens"], one["logprobs"], two["logprobs"], strict=False)
+        for token, token_of_other, here, there in pairs:
+            if here.keys() != there.keys():
+                raise ValueError("logprobs: expected those of the whole vocabulary, got different tokens")
+            divergence = 0.0
+            for name, log in there.items():
+                weight = math.exp(log)
+                if weight > 0:
+                    divergence += weight * (log - here[name])
+                    if weight >= 1e-3:
+                        largest = max(largest, abs(log - here[name]))
+            divergences.append(max(divergence, 0.0))
+            if token != token_of_other:
+                break
+    if not divergences:
+        raise ValueError("answers: expected at least one step, got none")
+    return {
+        "answers": len(mine), "answers_equal": equal, "steps": sum(len(one["tokens"]) for one in mine),
+        "steps_compared": len(divergences), "kl_mean": sum(divergences) / len(divergences),
+        "kl_max": max(divergences), "logprob_difference_max": largest,
+    }  # fmt: skip
