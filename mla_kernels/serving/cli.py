@@ -379,7 +379,8 @@ def _line(row: Mapping[str, Any]) -> str:
         return f"{head} FAILED: {row['reason']} (log: {row['log']})"
     shown: tuple[str, ...] = (
         "filter", "n", "exact_match", "stderr", "requests_per_s", "total_tokens_per_s",
-        "decode_tokens_per_s", "answers", "answers_equal", "kl_mean", "logprob_difference_max", "backend_used", "kv_cache_tokens", "kv_cache_bytes_per_token_layer",
+        "decode_tokens_per_s", "answers", "answers_equal", "kl_mean", "logprob_difference_max",
+        "backend_used", "kv_cache_tokens", "kv_cache_bytes_per_token_layer",
     )  # fmt: skip
     if row.get("class") is not None:
         shown = ("class", "us", "share", "launches")

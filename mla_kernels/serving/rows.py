@@ -16,7 +16,8 @@ from mla_kernels.serving.children import Ended
 from mla_kernels.serving.log import bytes_per_token_layer, errors, read_log
 
 __all__ = [
-    "FILTERS", "agree_rows", "agreement", "decode_rows", "eval_rows", "failure", "log_facts", "scores", "throughput_row",
+    "FILTERS", "agree_rows", "agreement", "decode_rows", "eval_rows", "failure", "log_facts", "scores",
+    "throughput_row",
 ]  # fmt: skip
 
 FILTERS = ("strict-match", "flexible-extract")
