@@ -95,12 +95,11 @@ class MetadataBuilder(MLACommonMetadataBuilder):
                 f"{self.reorder_batch_threshold}; use fewer speculative tokens"
             )
         self._layers = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        quantised = any(layer.impl.is_fp8 for layer in self._layers.values())
-        if quantised:
-            scales.load_into(self._layers, int(vllm_config.model_config.hf_text_config.num_hidden_layers))
-        measured = bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
-        self._same_v = not measured
-        self._unchecked = dict(self._layers) if quantised else {}
+        self._unchecked = {name: layer for name, layer in self._layers.items() if layer.impl.is_fp8}
+        if self._unchecked:
+            scales.load_into(self._unchecked, int(vllm_config.model_config.hf_text_config.num_hidden_layers))
+        scales.warn_unused({name: layer for name, layer in self._layers.items() if name not in self._unchecked})
+        self._same_v = not getattr(vllm_config.cache_config, "calculate_kv_scales", False)
         self._check_scales()
         self._rows = int(vllm_config.scheduler_config.max_num_seqs)
         self._heads = self.num_heads * max(1, int(self.dcp_world_size))

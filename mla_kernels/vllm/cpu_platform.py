@@ -4,7 +4,9 @@
 
 Two of its methods are wrapped. For an MLA model that asks for CUTLASS_MLA, or for an fp8 cache without naming a
 backend, `get_attn_backend_cls` answers with ours, and `check_and_update_config` keeps the block size, chunked prefill
-and prefix caching, which vLLM switches off for its own reference backend. Everything else goes to vLLM unchanged.
+and prefix caching, which vLLM switches off for its own reference backend, and takes its rotary kernel for CPUs out:
+that of 0.32.0 turns the wrong elements of a query that is a slice of a wider tensor, as the one of DeepSeek-V2 is.
+Everything else goes to vLLM unchanged.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ __all__ = ["BLOCK_SIZE", "install", "is_ours"]
 #: Tokens of a page where the user names none: a tile of the kernel.
 BLOCK_SIZE = 64
 _MARK = "_mla_kernels"
+_ROTARY = "rotary_embedding"
 
 logger = logging.getLogger("vllm.mla_kernels")
 
@@ -62,6 +65,9 @@ def _configuring(old: Any) -> Any:
         named = cache.block_size if cache.user_specified_block_size else None
         kept = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
         old(cls, vllm_config)
+        custom_ops = vllm_config.compilation_config.custom_ops
+        if f"-{_ROTARY}" not in custom_ops and f"+{_ROTARY}" not in custom_ops:
+            custom_ops.append(f"-{_ROTARY}")  # the same in torch operations
         cache.block_size = named or BLOCK_SIZE
         scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = kept
         logger.info(

@@ -18,7 +18,7 @@ from typing import Any
 
 from mla_kernels.calibration import ScaleReport, load_scales
 
-__all__ = ["check_layer", "is_pending", "load_into"]
+__all__ = ["check_layer", "is_pending", "load_into", "warn_unused"]
 
 #: A JSON file of save_scales, a safetensors file or a checkpoint folder; with STRICT=1 anything missing is an error.
 PATH = "MLA_KERNELS_SCALES"
@@ -84,3 +84,12 @@ def load_into(layers: Mapping[str, Any], total: int) -> ScaleReport | None:
     text = f"; kept as they were: {', '.join(kept)}" if kept else ""
     logger.info("%s: %s%s", os.path.basename(path), report, text)
     return report
+
+
+def warn_unused(layers: Mapping[str, Any]) -> None:
+    """Warn about layers with a 16-bit cache whose scales are not 1: they have no effect there."""
+    unused = [name for name, layer in layers.items() if layer._k_scale_float != 1.0 or layer._q_scale_float != 1.0]
+    if unused:
+        logger.warning(
+            "scales of %s are not used: the cache is not fp8; pass kv_cache_dtype=fp8 to use them", ", ".join(unused)
+        )
