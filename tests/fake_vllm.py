@@ -88,8 +88,13 @@ def _throughput(words: list[str], way: str, dtype: str) -> None:
     prompts = int(_after(words, "--num-prompts"))
     length = int(_after(words, "--random-input-len")) + int(_after(words, "--random-output-len"))
     elapsed = prompts / (5.5 if dtype == "fp8" else 5.0)
-    content = {"elapsed_time": elapsed, "num_requests": prompts - (way == "fewer"),
-               "total_num_tokens": prompts * length, "requests_per_second": prompts / elapsed, "tokens_per_second": prompts * length / elapsed}  # fmt: skip
+    content = {
+        "elapsed_time": elapsed,
+        "num_requests": prompts - (way == "fewer"),
+        "total_num_tokens": prompts * length,
+        "requests_per_second": prompts / elapsed,
+        "tokens_per_second": prompts * length / elapsed,
+    }
     text = "Throughput: nan" if way == "garbage" else json.dumps(content)
     Path(_after(words, "--output-json")).write_text(text)
     if "--profiler-config" in words:

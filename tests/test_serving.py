@@ -262,8 +262,13 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
 def test_logs_of_both_versions_are_read(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text(LOG.format(dtype="fp8", backend="FLASHMLA", tokens=6_904_000))
-    assert log.read_log(path) == {"kv_cache_dtype_used": "fp8", "backend_used": "FLASHMLA",
-                                  "prefill_backend": "FLASH_ATTN", "kv_cache_gib": 100.0, "kv_cache_tokens": 6_904_000}  # fmt: skip
+    assert log.read_log(path) == {
+        "kv_cache_dtype_used": "fp8",
+        "backend_used": "FLASHMLA",
+        "prefill_backend": "FLASH_ATTN",
+        "kv_cache_gib": 100.0,
+        "kv_cache_tokens": 6_904_000,
+    }
     path.write_text(
         "\x1b[32mINFO\x1b[0m Using CUTLASS_MLA of mla_kernels on CPU, kv_cache_dtype fp8.\n"
         "(Worker pid=1) INFO [cpu_worker.py:260] Explicitly set (1.0/20.46) GiB for KV cache on node 0.\n"
@@ -304,8 +309,8 @@ def test_agreement_stops_where_the_tokens_part() -> None:
         ("void mla::sm90a::decode<mla::Traits<e4m3>>(mla::Params)", "decode attention"),
         ("void flash_fwd_splitkv_mla_kernel<Flash_fwd_kernel_traits_mla<576, 64>>", "decode attention"),
         ("get_mla_metadata_kernel", "decode attention"),
-        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<CollectiveMainloop<2, 64, 512, 64>>>", "decode attention"),
-        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<CollectiveMainloop<2, 128, 128, 192>>>", "prefill attention"),
+        ("device_kernel<flash::FlashAttnFwdSm90<CollectiveMainloop<2, 64, 512, 64>>>", "decode attention"),
+        ("device_kernel<flash::FlashAttnFwdSm90<CollectiveMainloop<2, 128, 128, 192>>>", "prefill attention"),
         ("void vllm::merge_attn_states_kernel<__nv_bfloat16>", "prefill attention"),
         ("void vllm::concat_and_cache_mla_kernel<__nv_bfloat16, unsigned char>", "cache write"),
         ("void vllm::gather_and_maybe_dequant_cache<__nv_bfloat16>", "cache read"),
