@@ -68,7 +68,7 @@ def write_rows(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, scale: 
     """
     slots = slots.flatten().long()
     rows = slots.numel()
-    kv_c, k_pe = kv_c[:rows], k_pe[:rows].reshape(rows, -1)
+    kv_c, k_pe = kv_c[:rows], k_pe[:rows].reshape(rows, k_pe.shape[-1])
     if bool((slots < 0).any()):
         keep = slots >= 0
         slots, kv_c, k_pe = slots[keep], kv_c[keep], k_pe[keep]
