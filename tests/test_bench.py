@@ -180,7 +180,7 @@ def test_rows_say_how_they_were_timed(
         return decode(**args)
 
     monkeypatch.setattr(ops, "mla_decode_out", takes_20_us)
-    monkeypatch.setattr(bench, "clock_for", lambda device: GpuClock("cpu", l2_write=1024, cuda=cuda))
+    monkeypatch.setattr(bench, "clock_for", lambda device: GpuClock("cpu", l2_read=1024, cuda=cuda))
     rows, _, _ = bench.measure_speed([(1, 2, 64)], device="cpu", dtypes=("e4m3",), names=(), rounds=3)
     assert [(row["clock"], row["l2"]) for row in rows] == [(how, "cleared")]
     assert rows[0]["us_median"] == pytest.approx(30.0 if how == "graph" else 20.0)  # a replay of the stand-in takes 30

@@ -19,9 +19,9 @@ using namespace mla::sm90a;
 extern "C" {
 int tiles_per_split_of(long long total, int longest, int rows, int lines, int ctas, int wide, int gathered) {
   const int n = lines_a_tile(lines, wide, gathered);
-  return tiles_per_split({total, longest, rows}, {ctas, (lines + n - 1) / n, n, wide != 0});
+  return tiles_per_split({total, longest, rows}, {ctas, (lines + n - 1) / n, n, wide != 0, per_cta_of(ctas)});
 }
-long long most_slots_of(long long rows, int lines) { return most_slots(rows, {144, (lines + 63) / 64, 64, false}); }
+long long most_slots_of(long long rows, int lines) { return most_slots(rows, {144, (lines + 63) / 64, 64, false, per_cta_of(144)}); }
 int row_splits_of(int tiles, int pinned, int most) { return row_splits(tiles, pinned, most); }
 }
 """

@@ -4,10 +4,10 @@
 // Merges the partials of rows with several splits:
 //   out = out_scale * sum_i w_i O_i / sum_i w_i,  w_i = exp(lse_i - max lse)   with the log-sum-exps of the rounded P
 //   lse = log sum_i exp(lse_i)                                                 with those of the unrounded P
-// A unit of work is 128 dims of one line. 1, 4 or 16 warps share its splits (more where units are few), each lane has 4
-// dims; CTAs of 16 warps walk over the units. The order of the sums is fixed and the same whatever the number of warps:
-// sixteen sums of splits g, g + 16, ... each, then those in turn. The kernel is launched while the decode kernel still
-// runs and waits for its end before it reads; where no row of the batch has several splits it ends at once.
+// A unit of work is 128 dims of one line. 1, 4, 8 or 16 warps share its splits (more where units are few), each lane
+// has 4 dims; CTAs of 16 warps walk over the units. The order of the sums is fixed and the same whatever the number of
+// warps: sixteen sums of splits g, g + 16, ... each, then those in turn. The kernel is launched while the decode kernel
+// still runs and waits for its end before it reads; where no row of the batch has several splits it ends at once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -64,20 +64,21 @@ template <int kWarpsAUnit>
 __global__ void __launch_bounds__(32 * kWarps, 2) combine_kernel(const __grid_constant__ KernelParams p) {
   constexpr int kUnits = kWarps / kWarpsAUnit;  // of a CTA at a time
   constexpr int kGroups = kSums / kWarpsAUnit;  // sums of one warp
-  constexpr int kAhead = kGroups == 1 ? 8 : kGroups == 4 ? 1 : 0;
+  constexpr int kAhead = kGroups == 1 ? 8 : kGroups == 2 ? 4 : kGroups == 4 ? 2 : 0;
   __shared__ float4 partial[kWarpsAUnit > 1 ? kSums * kUnits : 1][32];
   const int warp = threadIdx.x / 32 % kWarpsAUnit, lane = threadIdx.x % 32, mine = threadIdx.x / 32 / kWarpsAUnit;
   const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
   const float out_scale = p.d.out_scale * (p.kv_scale ? *p.kv_scale : 1.f);
+  const int units = p.d.b * p.lines * kParts;
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (p.d.b > 32 && *p.any_split == 0) return;
 
-  const int units = p.d.b * p.lines * kParts;
   for (int first_unit = blockIdx.x * kUnits; first_unit < units; first_unit += gridDim.x * kUnits) {
     const int unit = first_unit + mine;
     const int part = unit % kParts, row = unit / kParts / p.lines, line = unit / kParts - row * p.lines;
     const int2 plan = unit < units ? p.row_plan[row] : make_int2(0, 0);
     const int splits = plan.y > 1 ? plan.y : 0;  // 1: the decode kernel has written this row
+    const float2* line_lse = p.partial_lse + static_cast<int64_t>(line) * p.slots + plan.x;
     const int64_t first = static_cast<int64_t>(plan.x) * p.lines + line;
     const float4* source = reinterpret_cast<const float4*>(p.partial_o + first * kDimNope + part * kUnitDims) + lane;
     const int64_t step = static_cast<int64_t>(p.lines) * (kDimNope / 4);
@@ -86,8 +87,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) combine_kernel(const __grid_co
 #pragma unroll
     for (int k = 0; k < kSplitsALane; ++k) {
       const int i = k * 32 + lane;
-      const float2 both =
-          i < splits ? p.partial_lse[first + static_cast<int64_t>(i) * p.lines] : make_float2(-INFINITY, -INFINITY);
+      const float2 both = i < splits ? line_lse[i] : make_float2(-INFINITY, -INFINITY);
       lse[k] = both.x;
       lse_exact[k] = both.y;
     }
@@ -101,11 +101,11 @@ __global__ void __launch_bounds__(32 * kWarps, 2) combine_kernel(const __grid_co
         x[g][k] = i < splits ? source[i * step] : zero;
       }
     const float sum = weights(lse, weight, base);
-    const int token = line / p.d.h_q, head = line - token * p.d.h_q;
+    const LinePlace at = line_place(p, line);
     if (part == 0 && warp == 0 && splits > 0) {
       const float sum_exact = weights(lse_exact, unused, base);
       if (lane == 0)
-        p.d.lse[row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] =
+        p.d.lse[row * p.d.lse_stride[0] + at.token * p.d.lse_stride[1] + at.head * p.d.lse_stride[2]] =
             sum_exact == 0.f ? -INFINITY : base + logf(sum_exact);
     }
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2) combine_kernel(const __grid_co
     }
     if (warp != 0 || splits == 0) continue;
     const float scale = sum == 0.f ? 0.f : out_scale / sum;
-    const int64_t offset =
-        row * p.d.out_stride[0] + token * p.d.out_stride[1] + head * p.d.out_stride[2] + part * kUnitDims + lane * 4;
+    const int64_t offset = row * p.d.out_stride[0] + at.token * p.d.out_stride[1] + at.head * p.d.out_stride[2] +
+                           part * kUnitDims + lane * 4;
     if (p.d.dtype == DType::kFP16) {
       auto* out = reinterpret_cast<__half2*>(static_cast<__half*>(p.d.out) + offset);
       out[0] = __floats2half2_rn(total.x * scale, total.y * scale);
@@ -172,9 +172,9 @@ void launch_with(const KernelParams& p, int64_t units, cudaStream_t stream) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
-  const int64_t ctas = (units + kUnits - 1) / kUnits;
+  const int64_t ctas = (units + kUnits - 1) / kUnits, most = 4 * kMostCtas;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas < 4 * kMostCtas ? ctas : 4 * kMostCtas));
+  config.gridDim = dim3(static_cast<unsigned>(ctas < most ? ctas : most));
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   config.attrs = &overlap;
@@ -186,9 +186,11 @@ void launch_with(const KernelParams& p, int64_t units, cudaStream_t stream) {
 
 void launch_combine(const KernelParams& p, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(p.d.b) * p.lines * kParts;
-  if (units <= 4 * kMostCtas) {
+  if (units <= 2 * p.ctas) {  // two CTAs of sixteen warps on each SM
     launch_with<16>(p, units, stream);
-  } else if (units <= 8 * kMostCtas) {
+  } else if (units <= 4 * p.ctas) {
+    launch_with<8>(p, units, stream);
+  } else if (units <= 8 * p.ctas) {
     launch_with<4>(p, units, stream);
   } else {
     launch_with<1>(p, units, stream);

@@ -60,8 +60,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     fence_async_proxy();
   }
   __syncthreads();
-  // The combine kernel may start now; it waits for this grid's end before it reads.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   if (threadIdx.x < kWarpgroup) {
     if constexpr (T::kScoresRegisters > T::kLaunchRegisters) {

@@ -140,7 +140,7 @@ __device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& 
     if (whole) {
       *lse_line(p, w.row, line) = lse_exact;
     } else {
-      p.partial_lse[partial_index(p, w, line)] = make_float2(lse, lse_exact);
+      p.partial_lse[static_cast<int64_t>(line) * p.slots + w.slot] = make_float2(lse, lse_exact);
     }
   }
 }
@@ -171,8 +171,8 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
     const bool has_lines = w.line_tile * T::kLines + warp * 16 < p.lines;
     // Tokens that lines g and g + 8 may see, counted from the current tile; all_see: those that every line sees.
     int all_see = w.len - p.d.s_q + 1 - w.tile_begin * kBlockN;
-    int visible_g = all_see + min(line / p.d.h_q, p.d.s_q - 1);
-    int visible_g8 = all_see + min((line + 8) / p.d.h_q, p.d.s_q - 1);
+    int visible_g = all_see + min(line_place(p, line).token, p.d.s_q - 1);
+    int visible_g8 = all_see + min(line_place(p, line + 8).token, p.d.s_q - 1);
 
     for (int tile = w.tile_begin; tile < w.tile_end; ++tile) {
       issue_scores<T>(s, sm.q, sm.kv[stage], sm.kv_full[stage], phase);
@@ -396,8 +396,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode16_kernel(const __grid_cons
     fence_async_proxy();
   }
   __syncthreads();
-  // The combine kernel may start now; it waits for this grid's end before it reads.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<T::kScoresRegisters>();
@@ -410,6 +408,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode16_kernel(const __grid_cons
     if (threadIdx.x / 32 == 3 * kWarpgroup / 32 + 1 && blockIdx.x == 0 && p.any_split != nullptr)
       write_plan(p, sm.list.tiles_per_split);  // for the combine kernel
     bits16::loader_role<T>(p, sm);             // qualified: load.cuh has one, too
+    // The combine kernel may start where there is room; it waits for this grid's end before it reads.
+    if (threadIdx.x / 32 == 3 * kWarpgroup / 32) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
 }
 

@@ -84,7 +84,7 @@ struct Traits {
 
 enum NamedBarrier : int { kScoresBarrier = 1, kValuesBarrier = 2, kLoaderBarrier = 4 };  // values: 2 and 3
 
-// Line of partial_o and partial_lse where this line of this split goes.
+// Line of partial_o where this line of this split goes.
 __device__ __forceinline__ int64_t partial_index(const KernelParams& p, const Work& w, int line) {
   return static_cast<int64_t>(w.slot) * p.lines + line;
 }
@@ -92,13 +92,13 @@ __device__ __forceinline__ int64_t partial_index(const KernelParams& p, const Wo
 // First element of a line's output, and its lse.
 template <class Element>
 __device__ __forceinline__ Element* out_line(const KernelParams& p, int row, int line) {
-  const int token = line / p.d.h_q, head = line - token * p.d.h_q;
-  return static_cast<Element*>(p.d.out) + row * p.d.out_stride[0] + token * p.d.out_stride[1] +
-         head * p.d.out_stride[2];
+  const LinePlace at = line_place(p, line);
+  return static_cast<Element*>(p.d.out) + row * p.d.out_stride[0] + at.token * p.d.out_stride[1] +
+         at.head * p.d.out_stride[2];
 }
 __device__ __forceinline__ float* lse_line(const KernelParams& p, int row, int line) {
-  const int token = line / p.d.h_q, head = line - token * p.d.h_q;
-  return p.d.lse + row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2];
+  const LinePlace at = line_place(p, line);
+  return p.d.lse + row * p.d.lse_stride[0] + at.token * p.d.lse_stride[1] + at.head * p.d.lse_stride[2];
 }
 
 // MN-major operand with 128-byte swizzle: rows (tokens, the K of the product) of 64 dims, eight of them an atom of 1024
@@ -181,11 +181,11 @@ __device__ __forceinline__ void load_q(const KernelParams& p, const Work& w, typ
   for (int r = threadIdx.x >> 3; r < T::kLines; r += kWarpgroup / 8) {
     const int line = w.line_tile * T::kLines + r;
     const bool valid = line < p.lines;
-    const int token = valid ? line / p.d.h_q : 0, head = valid ? line - token * p.d.h_q : 0;
+    const LinePlace at = line_place(p, valid ? line : 0);
     const Element* nope = static_cast<const Element*>(p.d.q_nope) + w.row * p.d.q_nope_stride[0] +
-                          token * p.d.q_nope_stride[1] + head * p.d.q_nope_stride[2] + piece * 8;
+                          at.token * p.d.q_nope_stride[1] + at.head * p.d.q_nope_stride[2] + piece * 8;
     const Element* pe = static_cast<const Element*>(p.d.q_pe) + w.row * p.d.q_pe_stride[0] +
-                        token * p.d.q_pe_stride[1] + head * p.d.q_pe_stride[2] + piece * 8;
+                        at.token * p.d.q_pe_stride[1] + at.head * p.d.q_pe_stride[2] + piece * 8;
     uint8_t* to = sm.q + r * kChunkBytes + ((piece ^ (r & 7)) << 4);
 #pragma unroll
     for (int c = 0; c < T::kChunks; ++c) {

@@ -37,6 +37,7 @@ bool wide(const DecodeParams& d) { return d.dtype != DType::kE4M3; }
 // Where things lie in the workspace; bytes is 0 where no row can have two splits.
 struct Layout {
   int lines, capacity;
+  int64_t slots;
   size_t row_plan, partial_lse, partial_o, bytes;
 };
 
@@ -49,8 +50,9 @@ Layout layout(const DecodeParams& d) {
   const int n = lines_a_tile(x.lines, wide(d), false);  // with fewer lines a tile the plan wants fewer slots
   const int64_t pinned = static_cast<int64_t>(d.b) * std::min<int64_t>(d.num_kv_splits, tiles);
   const int64_t automatic = std::min<int64_t>(d.b * std::min<int64_t>(tiles, kMaxSplits),
-                                              most_slots(d.b, {kMostCtas, (x.lines + n - 1) / n, n, wide(d)}));
-  const size_t partials = static_cast<size_t>(d.num_kv_splits > 0 ? pinned : automatic) * x.lines;
+                                              most_slots(d.b, {kMostCtas, (x.lines + n - 1) / n, n, wide(d), 0}));
+  x.slots = d.num_kv_splits > 0 ? pinned : automatic;
+  const size_t partials = static_cast<size_t>(x.slots) * x.lines;
   x.row_plan = kAlign;  // any_split lies before
   x.partial_lse = x.row_plan + align_up(d.b * sizeof(int2));
   x.partial_o = x.partial_lse + align_up(partials * sizeof(float2));
@@ -163,7 +165,8 @@ int tiles_per_split(const std::vector<int64_t>& seq_lens, int lines, bool wide, 
     x.rows += tiles > 0;
   }
   const int n = lines_a_tile(lines, wide, gathered);
-  return tiles_per_split(x, {std::min(sms, kMostCtas), (lines + n - 1) / n, n, wide});
+  const int ctas = std::min(sms, kMostCtas);
+  return tiles_per_split(x, {ctas, (lines + n - 1) / n, n, wide, per_cta_of(ctas)});
 }
 
 size_t workspace_bytes(const DecodeParams& params) { return layout(params).bytes; }
@@ -185,8 +188,10 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
     p.row_plan = reinterpret_cast<int2*>(space + x.row_plan);
     p.partial_lse = reinterpret_cast<float2*>(space + x.partial_lse);
     p.partial_o = reinterpret_cast<float*>(space + x.partial_o);
+    p.slots = static_cast<int>(x.slots);
   }
   p.lines = x.lines;
+  p.per_head = ((1u << 20) + params.h_q - 1) / params.h_q;
   p.capacity = x.capacity;
   p.q_aligned = q_aligned(params);
   const bool tma = (1 << params.page_size_log2) >= kMinTmaPage && params.num_blocks > 0;
@@ -201,6 +206,7 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
   const int64_t splits = x.bytes == 0 ? 1 : params.num_kv_splits > 0 ? params.num_kv_splits : kMaxSplits;
   const int64_t most = std::max<int64_t>(1, params.b * std::min<int64_t>(splits, num_tiles(x.capacity)) * p.line_tiles);
   p.ctas = std::min(sms, kMostCtas);
+  p.per_cta = per_cta_of(p.ctas);
   const int ctas = static_cast<int>(std::min<int64_t>(most, p.ctas));
   if (params.dtype == DType::kBF16) {
     decode16<__nv_bfloat16>(p, tma, ctas, stream);

@@ -4,6 +4,8 @@
 // Moves q and tiles of kv_cache to shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "ptx.cuh"
 #include "work.cuh"
 
@@ -70,6 +72,7 @@ __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::S
       return mine < end ? lookup_block(p, row, mine * kBlockN) : 0;
     };
     if constexpr (T::kTma) pages = pages_from(base);
+    publish_next(p, s.list, item + 1);  // while the pages are on their way
     for (; tile < end; ++tile) {
       int page = 0;
       if constexpr (T::kTma) {
@@ -79,7 +82,6 @@ __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::S
         }
         page = __shfl_sync(~0u, pages, tile - base);
       }
-      if (tile + 1 == end) publish_next(p, s.list, item + 1);
       barrier_wait(&s.kv_empty[stage], phase);
       barrier_wait(&s.rope_empty[rope], rope_phase);
       if constexpr (T::kTma) {
@@ -107,6 +109,8 @@ __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::S
       }
     }
   }
+  // The combine kernel may start where there is room; it waits for this grid's end before it reads.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (!T::kTma && previous >= 0) {
     copy_async_wait<0>();
     fence_async_proxy();
@@ -118,24 +122,32 @@ __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::S
 // q lines of one work item; lines past the last one are zero. By the whole scores warpgroup.
 template <class T>
 __device__ __forceinline__ void load_q(const KernelParams& p, const Work& w, typename T::SharedStorage& s) {
-  constexpr int pieces = kDim / 16;
-  for (int i = threadIdx.x; i < T::N * pieces; i += kWarpgroup) {
-    const int r = i / pieces, c = i - r * pieces;
-    const int line = w.line_tile * T::N + r;
-    const bool valid = line < p.lines;
-    const int token = valid ? line / p.d.h_q : 0;
-    const int head = valid ? line - token * p.d.h_q : 0;
-    const bool nope = c < kDimNope / 16;
-    const int64_t* stride = nope ? p.d.q_nope_stride : p.d.q_pe_stride;
-    const uint8_t* src = static_cast<const uint8_t*>(nope ? p.d.q_nope : p.d.q_pe) + w.row * stride[0] +
-                         token * stride[1] + head * stride[2] + (nope ? c : c - kDimNope / 16) * 16;
-    uint8_t* dst = s.q + tile_offset(r, c);
+  // kLanes lanes a line, 16 bytes each. The thread is read anew: what hangs on it is not to live through the main loop.
+  const auto part = [&](auto lanes, const void* from, const int64_t (&stride)[3], int first_piece) {
+    constexpr int kLanes = decltype(lanes)::value, kLines = kWarpgroup / kLanes;
+    const int thread = thread_again(), piece = thread % kLanes, first = thread / kLanes;
+    const uint8_t* source = static_cast<const uint8_t*>(from) + w.row * stride[0] + piece * 16;
+    const auto copy = [&](int r, auto&& to) {
+      const int line = w.line_tile * T::N + r;
+      const bool valid = line < p.lines;
+      const LinePlace at = line_place(p, valid ? line : 0);
+      to(source + at.token * stride[1] + at.head * stride[2], s.q + tile_offset(r, first_piece + piece), valid);
+    };
     if (p.q_aligned) {
-      copy_async_16(shared_address(dst), src, valid);
+#pragma unroll 4
+      for (int r = first; r < T::N; r += kLines)
+        copy(r, [](const uint8_t* src, uint8_t* dst, bool valid) { copy_async_16(shared_address(dst), src, valid); });
     } else {
-      for (int k = 0; k < 16; ++k) dst[k] = valid ? src[k] : 0;
+#pragma unroll 1
+      for (int r = first; r < T::N; r += kLines)
+        copy(r, [](const uint8_t* src, uint8_t* dst, bool valid) {
+#pragma unroll 1
+          for (int k = 0; k < 16; ++k) dst[k] = valid ? src[k] : 0;
+        });
     }
-  }
+  };
+  part(std::integral_constant<int, kDimNope / 16>{}, p.d.q_nope, p.d.q_nope_stride, 0);
+  part(std::integral_constant<int, kDimRope / 16>{}, p.d.q_pe, p.d.q_pe_stride, kDimNope / 16);
 }
 
 }  // namespace mla::sm90a

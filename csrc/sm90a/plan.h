@@ -20,13 +20,26 @@ struct BatchTiles {
   int rows;       // that have tokens
 };
 
+// ceil(2^32 / ctas), at most 2^32 - 1
+MLA_HOST_DEVICE MLA_INLINE constexpr uint32_t per_cta_of(int ctas) {
+  return ctas > 1 ? static_cast<uint32_t>(((uint64_t{1} << 32) + static_cast<uint32_t>(ctas) - 1) /
+                                          static_cast<uint32_t>(ctas))
+                  : UINT32_MAX;
+}
+
 // What bounds the plan besides lengths.
 struct Machine {
   int ctas;          // that run at once
   int line_tiles;    // of a row
   int lines_a_tile;  // 16, 32 or 64
   bool wide;         // bf16 and fp16
+  uint32_t per_cta;  // per_cta_of(ctas)
 };
+
+// x / ctas for an estimate: exact below 2^18 for 132 CTAs, and no division.
+MLA_HOST_DEVICE MLA_INLINE constexpr uint32_t shared_out(uint32_t x, const Machine& m) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(x) * m.per_cta >> 32);
+}
 
 // Query lines of a CTA: as few as hold them all; 64 at most, 32 where pages are gathered, always 64 for bf16 and fp16.
 MLA_HOST_DEVICE MLA_INLINE constexpr int lines_a_tile(int lines, bool wide, bool gathered) {
@@ -67,9 +80,9 @@ MLA_HOST_DEVICE MLA_INLINE constexpr uint32_t plan_cost(const BatchTiles& x, con
   const uint32_t pieces = line_tiles * (even || splits == 1 ? splits * rows : total / most + (rows + 1) / 2);
   uint32_t time = 0;
   if (even) {
-    time = (pieces + ctas - 1) / ctas * (tile * steps + item);
+    time = shared_out(pieces + ctas - 1, m) * (tile * steps + item);
   } else {
-    const uint32_t share = total / ctas * line_tiles * tile + pieces * item / ctas + tile * steps / 2;
+    const uint32_t share = shared_out(total, m) * line_tiles * tile + shared_out(pieces * item, m) + tile * steps / 2;
     const uint32_t one = tile * steps + item;
     time = share > one ? share : one;
   }

@@ -164,31 +164,36 @@ __device__ __forceinline__ void exponentiate(const float (&s)[32], LineState& st
   }
 }
 
-// After the last tile of a split: what O is multiplied with, and the log-sum-exps.
-template <class T>
-__device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& w, const LineState& st, float out_scale,
-                                             float* scale_out) {
-  constexpr float kLn2 = 0.693147180559945309f;
-  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+// After the last tile of a split: what O is multiplied with. Row sums become those of whole lines.
+__device__ __forceinline__ void finish_sums(LineState& st, float out_scale, float* scale_out) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(st.sum[half]);
-    const float sum_exact = quad_sum(st.sum_exact[half]);
-    const int column = (threadIdx.x >> 5) * 16 + g + half * 8;
-    const int line = w.line_tile * T::N + column;
-    if (j != 0) continue;
-    const bool empty = sum == 0.f;
-    const bool whole = w.splits == 1;
-    scale_out[half * 2] = empty ? 0.f : (whole ? out_scale : 1.f) / sum;
+    st.sum[half] = quad_sum(st.sum[half]);
+    st.sum_exact[half] = quad_sum(st.sum_exact[half]);
+    // At least 2^8 where a token was seen: the fast division has two more bits of error, and no slow path.
+    if ((threadIdx.x & 3) == 0) scale_out[half * 2] = st.sum[half] == 0.f ? 0.f : __fdividef(out_scale, st.sum[half]);
+  }
+}
+
+// The log-sum-exps, after finish_sums().
+template <class T>
+__device__ __forceinline__ void store_lse(const KernelParams& p, const Work& w, const LineState& st) {
+  constexpr float kLn2 = 0.693147180559945309f;
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+  if ((lane & 3) != 0) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int line = w.line_tile * T::N + static_cast<int>(threadIdx.x >> 5) * 16 + g + half * 8;
     if (line >= p.lines) continue;
+    const bool empty = st.sum[half] == 0.f;
     const float shift = (st.max[half] - static_cast<float>(kLogPScale)) * kLn2;
-    const float lse = empty ? -INFINITY : shift + logf(sum);
-    const float lse_exact = empty ? -INFINITY : shift + logf(sum_exact);
-    if (whole) {
-      const int token = line / p.d.h_q, head = line - token * p.d.h_q;
-      p.d.lse[w.row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] = lse_exact;
+    const float lse = empty ? -INFINITY : shift + logf(st.sum[half]);
+    const float lse_exact = empty ? -INFINITY : shift + logf(st.sum_exact[half]);
+    if (w.splits == 1) {
+      const LinePlace at = line_place(p, line);
+      p.d.lse[w.row * p.d.lse_stride[0] + at.token * p.d.lse_stride[1] + at.head * p.d.lse_stride[2]] = lse_exact;
     } else {
-      p.partial_lse[static_cast<int64_t>(w.slot) * p.lines + line] = make_float2(lse, lse_exact);
+      p.partial_lse[static_cast<int64_t>(line) * p.slots + w.slot] = make_float2(lse, lse_exact);
     }
   }
 }
@@ -231,27 +236,28 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
     // Tokens that lines g and g + 8 may see, counted from the current step; all_see: those that every line sees.
     const int line = w.line_tile * T::N + warp * 16 + g;
     int all_see = w.len - p.d.s_q + 1 - w.tile_begin * kBlockN;
-    int visible_g = all_see + line / p.d.h_q;
-    int visible_g8 = all_see + (line + 8) / p.d.h_q;
+    int visible_g = all_see + line_place(p, line).token;
+    int visible_g8 = all_see + line_place(p, line + 8).token;
     int left = w.tile_end - w.tile_begin;  // tiles, the current step's included
 
-    // One step. Its products have been issued; those of the next step are issued here.
-    const auto one_step = [&](auto has_next) {
-      constexpr bool kNext = decltype(has_next)::value;
+    multiply(s[0]);
+    if (left > 1) multiply(s[1]);
+    for (;;) {
+      // One step. Its products have been issued; those of the next step are issued here.
       const int buffer = t & 1;
+      const bool two = left > 1;  // else what would be the second tile belongs to another split
       cute::warpgroup_wait<0>();
       fence_registers(s[0]);
       fence_registers(s[1]);
       // K's rope part has been read.
       if (lane == 0) barrier_arrive(&sm.rope_empty[rope_done]);
       if (++rope_done == kRopeStages) rope_done = 0;
-      if (kNext || left > 1) {
+      if (two) {
         if (lane == 0) barrier_arrive(&sm.rope_empty[rope_done]);
         if (++rope_done == kRopeStages) rope_done = 0;
       }
-      if (all_see < kStepTokens || (!kNext && left == 1)) [[unlikely]] {
+      if (all_see < kStepTokens || !two) [[unlikely]] {
         mask_scores(s[0], visible_g, visible_g8);
-        const bool two = kNext || left > 1;  // else what would be the second tile belongs to another split
         mask_scores(s[1], two ? visible_g - kBlockN : 0, two ? visible_g8 - kBlockN : 0);
       }
       float alpha[2], shift[2];
@@ -263,33 +269,34 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
       }
       const uint32_t address = p_address + buffer * T::N * kStepTokens;
       exponentiate(s[0], st, scale, shift, has_lines(), address, [](int) {});
-      if constexpr (kNext) {
-        barrier_wait(&sm.kv_full[stage.at], stage.phase);
-        const ScoresProduct product(sm.q, sm.kv_nope[stage.at], sm.kv_rope[rope.at]);
-        product.begin();
-        exponentiate(s[1], st, scale, shift, has_lines(), address ^ 64, [&](int k) { product.step(s[0], k); });
-        product.end(s[0]);
-        stage.advance();
-        rope.advance();
-      } else {
+      const auto signal = [&] {
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&sm.p_full[buffer]);
+        ++t;
+      };
+      if (left <= 2) {
         exponentiate(s[1], st, scale, shift, has_lines(), address ^ 64, [](int) {});
-        if (has_lines()) finish_lines<T>(p, w, st, p.d.out_scale * kv_scale, sm.final_scale[t % kScaleBuffers] + slot);
+        if (has_lines())
+          finish_sums(st, w.splits == 1 ? p.d.out_scale * kv_scale : 1.f, sm.final_scale[t % kScaleBuffers] + slot);
+        signal();
+        if (has_lines()) store_lse<T>(p, w, st);
+        break;
       }
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&sm.p_full[buffer]);
+      barrier_wait(&sm.kv_full[stage.at], stage.phase);
+      const ScoresProduct product(sm.q, sm.kv_nope[stage.at], sm.kv_rope[rope.at]);
+      product.begin();
+      exponentiate(s[1], st, scale, shift, has_lines(), address ^ 64, [&](int k) { product.step(s[0], k); });
+      product.end(s[0]);
+      stage.advance();
+      rope.advance();
+      signal();
       all_see -= kStepTokens;
       visible_g -= kStepTokens;
       visible_g8 -= kStepTokens;
       left -= 2;
-      ++t;
-      if constexpr (kNext)
-        if (left > 1) multiply(s[1]);
-    };
-    multiply(s[0]);
-    if (left > 1) multiply(s[1]);
-    while (left > 2) one_step(std::true_type{});
-    one_step(std::false_type{});
+      if (left > 1) multiply(s[1]);
+    }
     warpgroup_sync(kScoresBarrier);  // all warps have read q before the next one overwrites it
   }
 }

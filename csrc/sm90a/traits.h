@@ -21,16 +21,20 @@ struct KernelParams {
   DecodeParams d;
   const float* q_scale;  // device, one float each, or null: factors of d.logit_scale, and of d.out_scale
   const float* kv_scale;
-  int* any_split;       // workspace: not 0 where some row has several splits; null where none can have
-  int2* row_plan;       // [b]: (slot of the row's first split, splits)
-  float* partial_o;     // [slots][lines][512], normalised; rows with one split are not written
-  float2* partial_lse;  // [slots][lines]: (log-sum-exp of rounded P, of unrounded P)
-  int lines;            // s_q * h_q: line = i * h_q + h
-  int lines_a_tile;     // N
-  int line_tiles;       // ceil(lines / N)
-  int ctas;             // that run at once, which the plan counts with
-  int capacity;         // tokens a row of block_table can hold
-  bool q_aligned;       // q can be copied in pieces of 16 bytes
+  int* any_split;    // workspace: not 0 where some row has several splits; null where none can have
+  int2* row_plan;    // [b]: (slot of the row's first split, splits)
+  float* partial_o;  // [slots][lines][512], normalised; rows with one split are not written
+  float2*
+      partial_lse;    // [lines][slots]: (log-sum-exp of rounded P, of unrounded P); the splits of a row are neighbours
+  int slots;          // that the workspace has
+  int lines;          // s_q * h_q: line = i * h_q + h
+  uint32_t per_head;  // ceil(2^20 / h_q): see line_place()
+  int lines_a_tile;   // N
+  int line_tiles;     // ceil(lines / N)
+  int ctas;           // that run at once, which the plan counts with
+  uint32_t per_cta;   // per_cta_of(ctas)
+  int capacity;       // tokens a row of block_table can hold
+  bool q_aligned;     // q can be copied in pieces of 16 bytes
 };
 
 // One piece of work: lines of one line tile against tokens of one split of one row.

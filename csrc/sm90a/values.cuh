@@ -108,9 +108,9 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Work& 
     if (line >= p.lines) continue;
     const int i = (c >> 1) * 4 + (c & 1);  // and i + 2: the next dim
     if (w.splits == 1) {
-      const int token = line / p.d.h_q, head = line - token * p.d.h_q;
+      const LinePlace at = line_place(p, line);
       __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + w.row * p.d.out_stride[0] +
-                           token * p.d.out_stride[1] + head * p.d.out_stride[2] + dim;
+                           at.token * p.d.out_stride[1] + at.head * p.d.out_stride[2] + dim;
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m)
         *reinterpret_cast<__nv_bfloat162*>(out + m * kRowsM) =
@@ -130,11 +130,12 @@ __device__ __forceinline__ void fill_empty_rows(const KernelParams& p, int threa
     if (row_length(p, row) > 0) continue;
     for (int i = thread; i < p.lines * (kDimNope / 2); i += 2 * kWarpgroup) {
       const int line = i / (kDimNope / 2), dim = (i - line * (kDimNope / 2)) * 2;
-      const int token = line / p.d.h_q, head = line - token * p.d.h_q;
-      __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + row * p.d.out_stride[0] + token * p.d.out_stride[1] +
-                           head * p.d.out_stride[2];
+      const LinePlace at = line_place(p, line);
+      __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + row * p.d.out_stride[0] +
+                           at.token * p.d.out_stride[1] + at.head * p.d.out_stride[2];
       *reinterpret_cast<uint32_t*>(out + dim) = 0;
-      if (dim == 0) p.d.lse[row * p.d.lse_stride[0] + token * p.d.lse_stride[1] + head * p.d.lse_stride[2]] = -INFINITY;
+      if (dim == 0)
+        p.d.lse[row * p.d.lse_stride[0] + at.token * p.d.lse_stride[1] + at.head * p.d.lse_stride[2]] = -INFINITY;
     }
   }
 }

@@ -4,8 +4,8 @@
 // Which work a CTA does. The items of a batch are numbered row by row, in a row split by split, in a split line tile by
 // line tile (neighbours then read the same tokens at the same time). CTA c takes items c, c + gridDim.x, ... The loader
 // warp works the list out from seq_lens and leaves it in a ring in shared memory: nothing about lengths is decided on
-// the host (plan.h). Slot n + 1 is written before the last tile of item n is loaded, so whoever has seen that tile sees
-// it.
+// the host (plan.h). Slot n + 1 is written before the first tile of item n is loaded, so whoever has seen that tile
+// sees it.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,21 @@ namespace mla::sm90a {
 __device__ __forceinline__ int row_length(const KernelParams& p, int row) {
   const int len = p.d.seq_lens[row * p.d.seq_lens_stride];
   return len < 0 ? 0 : len < p.capacity ? len : p.capacity;
+}
+
+// Query token and head of a line. The product is exact: lines are at most 8 * 128 and heads at most 128, so what
+// rounding up adds, less than 2^10 / 2^20, is less than 1 / h_q.
+struct LinePlace {
+  int token, head;
+};
+__device__ __forceinline__ LinePlace line_place(const KernelParams& p, int line) {
+  const int token = static_cast<int>(static_cast<uint32_t>(line) * p.per_head >> 20);
+  return {token, line - token * p.d.h_q};
+}
+
+// x / line_tiles, which is nearly always 1 or 2. A division takes 130 cycles, and this lies before the first load.
+__device__ __forceinline__ int by_line_tiles(const KernelParams& p, int x) {
+  return p.line_tiles == 1 ? x : p.line_tiles == 2 ? x >> 1 : x / p.line_tiles;
 }
 
 // T of the automatic plan, all lanes of a warp together.
@@ -35,7 +50,7 @@ __device__ __forceinline__ int plan_batch(const KernelParams& p) {
   rows = __reduce_add_sync(~0u, rows);
   if (longest == 0) return 1;
   const BatchTiles x = {total, longest, rows};
-  const Machine m = {p.ctas, p.line_tiles, p.lines_a_tile, p.d.dtype != DType::kE4M3};
+  const Machine m = {p.ctas, p.line_tiles, p.lines_a_tile, p.d.dtype != DType::kE4M3, p.per_cta};
   const int tiles = lane < kPlanCandidates ? candidate_tiles(x, m, lane) : 0;
   const uint32_t cost = tiles > 0 ? plan_cost(x, m, tiles) : UINT32_MAX;
   const uint32_t least = __reduce_min_sync(~0u, cost);  // the first candidate that has it
@@ -117,12 +132,15 @@ __device__ __forceinline__ void publish_next(const KernelParams& p, WorkList& li
     const auto tiles = static_cast<uint32_t>(num_tiles(w.len));
     w.splits = row_splits(static_cast<int>(tiles), p.d.num_kv_splits, list.tiles_per_split);
     const int local = at - (list.inclusive[lane] - w.splits * p.line_tiles);
-    w.split = local / p.line_tiles;
+    w.split = by_line_tiles(p, local);
     w.line_tile = local - w.split * p.line_tiles;
-    w.slot = item / p.line_tiles;
+    w.slot = by_line_tiles(p, item);
     // split_begin() of mla/scheduler.h in tiles; 32 bits do: tiles < 2^25, split <= 128
-    w.tile_begin = static_cast<int>(tiles * w.split / static_cast<uint32_t>(w.splits));
-    w.tile_end = static_cast<int>(tiles * (w.split + 1) / static_cast<uint32_t>(w.splits));
+    w.tile_end = static_cast<int>(tiles);
+    if (w.splits > 1) {
+      w.tile_begin = static_cast<int>(tiles * w.split / static_cast<uint32_t>(w.splits));
+      w.tile_end = static_cast<int>(tiles * (w.split + 1) / static_cast<uint32_t>(w.splits));
+    }
   }
   __syncwarp();  // all lanes have read the list
   if ((threadIdx.x & 31) == 0) {

@@ -410,6 +410,9 @@ def main():
             compare("tiny h64", Problem([130, 0, 1000], 64), lib)[0],
             compare("tiny h16 page16", Problem([130, 7], 16, page=16), lib)[0],
             compare("tiny h128 s_q2", Problem([65, 1], 128, s_q=2), lib)[0],
+            compare("tiny h128 5 splits", Problem([700], 128, splits=5), lib)[0],
+            compare("tiny bf16 h64", Problem([130, 0, 300], 64, dtype=torch.bfloat16), lib)[0],
+            compare("tiny fp16 h16 page16", Problem([130, 7], 16, page=16, dtype=torch.float16), lib)[0],
         ])  # fmt: skip
     elif what == "fast":
         good = all([
