@@ -47,7 +47,12 @@ def ensure_loaded(device: torch.device) -> None:
         if path := os.environ.get(LIBRARY):
             torch.ops.load_library(path)
         else:
-            build.load(targets=(target,))
+            before = torch.get_default_dtype()  # the model's, while vLLM makes one; the self-test has its own numbers
+            torch.set_default_dtype(torch.float32)
+            try:
+                build.load(targets=(target,))
+            finally:
+                torch.set_default_dtype(before)
     checks.check_target(device, ops.loaded_targets())
 
 
