@@ -49,6 +49,18 @@ class CpuImpl(backend.Impl):
             self.kv_cache_dtype = asked
 
 
+class CpuMetadataBuilder(backend.MetadataBuilder):
+    """Metadata as elsewhere. Made once the weights are loaded, it also lays out those that precede each decode."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for layer in self._layers.values():
+            # [h_q, 128, 512]: where AVX-512 is missing, torch's bf16 product reads it four times slower by rows than by
+            # columns (10 ms against 2.7 for 16 heads and 8 rows).
+            absorbing = layer.W_UK_T.data
+            layer.W_UK_T.data = absorbing.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class CpuBackend(backend.Backend):
     """Pages of any size that the operator takes."""
 
@@ -57,8 +69,8 @@ class CpuBackend(backend.Backend):
         return CpuImpl
 
     @staticmethod
-    def get_builder_cls() -> type[backend.MetadataBuilder]:
-        return backend.MetadataBuilder
+    def get_builder_cls() -> type[CpuMetadataBuilder]:
+        return CpuMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
