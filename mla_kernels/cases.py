@@ -334,8 +334,10 @@ def run_case(
     return Results(oracle, form, stage, out, oracle_lse, format_lse, stage_lse, lse)
 
 
-def splits_of(inputs: Inputs) -> list[int | None]:
-    """`num_kv_splits` for each row, as the kernel of the inputs' device plans them; None: the CPU's automatic plan."""
+def splits_of(inputs: Inputs) -> list[int | list[int] | None]:
+    """Splits of each row, as the kernel of the inputs' device plans them: a number, boundaries (`ops.split_plan`), or
+    None for the CPU's automatic plan.
+    """
     q = inputs.q_stored
     if inputs.num_kv_splits is not None or q.device.type == "cpu":
         return [inputs.num_kv_splits] * len(inputs.seq_lens)
@@ -346,7 +348,7 @@ def splits_of(inputs: Inputs) -> list[int | None]:
         dtype=q.dtype,
         page_size=inputs.args["kv_cache"].shape[1],
     )
-    return [max(len(bounds) - 1, 1) for bounds in plan]
+    return [*plan]
 
 
 def captured_inputs(

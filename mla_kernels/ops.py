@@ -43,7 +43,7 @@ _SCHEMAS = (
     "cuda_workspace_size(int b, int s_q, int h_q, int capacity, int? num_kv_splits) -> int",
     # For tests: the plan as the kernels have it, and which instruction set the CPU target runs.
     "split_plan(int seq_len, int? num_kv_splits) -> int[]",
-    "cuda_tiles_per_split(int[] seq_lens, int lines, bool wide, bool gathered, int sms) -> int",
+    "cuda_plan_share(int[] seq_lens, int lines, bool wide, bool gathered, int sms) -> int",
     "cpu_isa() -> str",
     "available_cpu_isas() -> str",
     "set_cpu_isa(str name) -> ()",
@@ -301,20 +301,27 @@ def split_plan(
 
     Split i of n holds tiles ⌊i·tiles/n⌋ to ⌊(i+1)·tiles/n⌋, with tiles = ⌈seq_len / 64⌉. Pinned: n = min(num_kv_splits,
     tiles), on every target: the row's own length decides. Automatic (None): on the CPU (`sms` 0) n = min(⌈tiles / 8⌉,
-    64). Target sm90a on a GPU of `sms` multiprocessors looks at the whole batch: n = ⌈tiles / T⌉, one T for all rows
-    (csrc/sm90a/plan.h), and `lines` (s_q × h_q), `dtype` and `page_size` count; it needs a loaded build with sm90a.
+    64). Target sm90a on a GPU of `sms` multiprocessors looks at the whole batch (csrc/sm90a/plan.h): either no row is
+    cut, or the tiles of all rows, one row after the other, are cut at multiples of one number. `lines` (s_q × h_q),
+    `dtype` and `page_size` count; it needs a loaded build with sm90a.
     TypeError or ValueError for a num_kv_splits that `mla_decode` refuses.
     """
     checks.check_splits(num_kv_splits)
     lengths = [int(x) for x in (seq_lens.tolist() if isinstance(seq_lens, Tensor) else seq_lens)]
-    most = 0
+    share = -1
     if sms and num_kv_splits is None:
         gathered, wide = page_size < BLOCK_N, dtype != torch.float8_e4m3fn
-        most = torch.ops.mla_kernels.cuda_tiles_per_split(lengths, lines, wide, gathered, sms)
+        share = torch.ops.mla_kernels.cuda_plan_share(lengths, lines, wide, gathered, sms)
     plan = []
+    before = 0  # tiles of the rows before
     for length in lengths:
         tiles = -(-length // BLOCK_N)
-        automatic = -(-tiles // most) if most else min(-(-tiles // AUTO_TILES_PER_SPLIT), AUTO_MAX_SPLITS)
-        n = min(num_kv_splits or automatic, tiles)
-        plan.append([0] + [min((i + 1) * tiles // n * BLOCK_N, length) for i in range(n)])
+        if share > 0:
+            cuts = [*range(share - before % share, tiles, share), tiles] if tiles else []
+        else:
+            automatic = 1 if share == 0 else min(-(-tiles // AUTO_TILES_PER_SPLIT), AUTO_MAX_SPLITS)
+            n = min(num_kv_splits or automatic, tiles)
+            cuts = [(i + 1) * tiles // n for i in range(n)]
+        plan.append([0] + [min(cut * BLOCK_N, length) for cut in cuts])
+        before += tiles
     return plan

@@ -150,12 +150,22 @@ def kernel_rounding(dtype: torch.dtype | str, device_type: str = "cpu") -> Round
     return KERNEL_SM90A if device_type == "cuda" and found is KERNEL else found
 
 
-def split_bounds(length: int, num_kv_splits: int | None = 1, block_n: int = 64) -> list[tuple[int, int]]:
+def split_bounds(
+    length: int, num_kv_splits: int | Sequence[int] | None = 1, block_n: int = 64
+) -> list[tuple[int, int]]:
     """Token ranges of the splits of a row of `length` keys: cut at tiles of `block_n`, as even as whole tiles allow.
 
     Never more splits than tiles, so none is empty; split i of n covers tiles i * tiles // n to (i + 1) * tiles // n.
     None is the kernels' automatic plan: 8 tiles a split, at most 64 splits. Same plan as csrc/include/mla/scheduler.h.
+    A sequence gives the boundaries themselves, [0, …, length] (`ops.split_plan` for a GPU).
     """
+    if isinstance(num_kv_splits, Sequence):
+        bounds = list(num_kv_splits)
+        if bounds[:1] != [0] or bounds[-1] != length or any(a >= b or a % block_n for a, b in pairwise(bounds)):
+            raise ValueError(
+                f"num_kv_splits: expected growing boundaries from 0 to {length}, multiples of {block_n}, got {bounds}"
+            )
+        return list(pairwise(bounds))
     if num_kv_splits is not None and num_kv_splits < 1:
         raise ValueError(f"num_kv_splits: expected None or a positive integer, got {num_kv_splits}")
     tiles = -(-length // block_n)
@@ -189,7 +199,7 @@ def attention(
     *,
     sm_scale: float,
     rounding: Rounding = EXACT,
-    num_kv_splits: int | Sequence[int | None] | None = 1,
+    num_kv_splits: int | Sequence[int | Sequence[int] | None] | None = 1,
     q_scale: float = 1.0,
     kv_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,8 +208,8 @@ def attention(
     q `[b, s_q, h_q, 576]` (or `[b, h_q, 576]`; s_q then drops out of the results too), kv `[b, s, 576]`, any float
     dtype: real values, or stored values with `q_scale` and `kv_scale` (the accumulator model needs stored values).
     `seq_lens` `[b]`: keys of a row; query token t of s_q sees `seq_len - s_q + t + 1` of them. A query without keys
-    gives out 0 and lse -inf. `num_kv_splits`: a number, None (automatic), or one of these a row. Values past a row's
-    length are never read.
+    gives out 0 and lse -inf. `num_kv_splits`: a number, None (automatic), or for each row one of
+    these or its boundaries (`split_bounds`). Values past a row's length are never read.
     """
     lens = [int(n) for n in seq_lens]
     squeeze = q.dim() == 3
@@ -209,7 +219,8 @@ def attention(
         raise ValueError(f"kv: expected [{b}, s, {d}] and {b} seq_lens, got {list(kv.shape)} and {len(lens)}")
     if max(lens, default=0) > kv.shape[1]:
         raise ValueError(f"seq_lens: expected at most the {kv.shape[1]} tokens of kv, got {max(lens)}")
-    splits = list(num_kv_splits) if isinstance(num_kv_splits, Sequence) else [num_kv_splits] * b
+    each = isinstance(num_kv_splits, Sequence)
+    splits: list[int | Sequence[int] | None] = list(num_kv_splits) if each else [num_kv_splits] * b  # type: ignore
     if len(splits) != b:
         raise ValueError(f"num_kv_splits: expected one number or {b}, got {len(splits)}")
     out = torch.zeros(b, s_q * h_q, D_V, dtype=torch.float64, device=q.device)
@@ -267,7 +278,12 @@ def _tiled(
 
 
 def _rows(
-    q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float, rounding: Rounding, splits: int | None
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    rounding: Rounding,
+    splits: int | Sequence[int] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows q [r, 576] of one sequence kv [n, 576] to stored-unit out [r, 512] and lse [r]."""
     block, cuts = rounding.block_n, split_bounds(kv.shape[0], splits, rounding.split_n or rounding.block_n)

@@ -186,11 +186,11 @@ void launch_with(const KernelParams& p, int64_t units, cudaStream_t stream) {
 
 void launch_combine(const KernelParams& p, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(p.d.b) * p.lines * kParts;
-  if (units <= 2 * p.ctas) {  // two CTAs of sixteen warps on each SM
+  if (units <= 2 * p.m.ctas) {  // two CTAs of sixteen warps on each SM
     launch_with<16>(p, units, stream);
-  } else if (units <= 4 * p.ctas) {
+  } else if (units <= 4 * p.m.ctas) {
     launch_with<8>(p, units, stream);
-  } else if (units <= 8 * p.ctas) {
+  } else if (units <= 8 * p.m.ctas) {
     launch_with<4>(p, units, stream);
   } else {
     launch_with<1>(p, units, stream);

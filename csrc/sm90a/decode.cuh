@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     if (threadIdx.x < 3 * kWarpgroup + 32) {
       loader_role<T>(p, sm);
     } else if (threadIdx.x < 3 * kWarpgroup + 64 && blockIdx.x == 0 && p.any_split != nullptr) {
-      write_plan(p, sm.list.tiles_per_split);
+      write_plan(p, sm.list.share);
     }
   }
 }

@@ -132,7 +132,7 @@ __device__ __forceinline__ void finish_lines(const KernelParams& p, const Work& 
     if (j != 0) continue;
     const int line = first_line + half * 8;
     const bool empty = sum == 0.f;
-    const bool whole = w.splits == 1;
+    const bool whole = w.whole;
     scale_out[half * 8] = empty ? 0.f : (whole ? out_scale : 1.f) / sum;
     if (line >= p.lines) continue;
     const float lse = empty ? -INFINITY : st.max[half] * kLn2 + logf(sum);
@@ -289,7 +289,7 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Work& 
     const int line = first_line + half * 8;
     if (line >= p.lines) continue;
     const float scale = half ? scale_g8 : scale_g;
-    if (w.splits == 1) {
+    if (w.whole) {
       uint32_t* out = reinterpret_cast<uint32_t*>(out_line<typename T::Element>(p, w.row, line) + dim);
 #pragma unroll
       for (int n = 0; n < 32; ++n) {
@@ -406,8 +406,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode16_kernel(const __grid_cons
   } else {
     cutlass::arch::warpgroup_reg_dealloc<T::kLoaderRegisters>();
     if (threadIdx.x / 32 == 3 * kWarpgroup / 32 + 1 && blockIdx.x == 0 && p.any_split != nullptr)
-      write_plan(p, sm.list.tiles_per_split);  // for the combine kernel
-    bits16::loader_role<T>(p, sm);             // qualified: load.cuh has one, too
+      write_plan(p, sm.list.share);  // for the combine kernel
+    bits16::loader_role<T>(p, sm);   // qualified: load.cuh has one, too
     // The combine kernel may start where there is room; it waits for this grid's end before it reads.
     if (threadIdx.x / 32 == 3 * kWarpgroup / 32) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }

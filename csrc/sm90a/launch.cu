@@ -50,7 +50,7 @@ Layout layout(const DecodeParams& d) {
   const int n = lines_a_tile(x.lines, wide(d), false);  // with fewer lines a tile the plan wants fewer slots
   const int64_t pinned = static_cast<int64_t>(d.b) * std::min<int64_t>(d.num_kv_splits, tiles);
   const int64_t automatic = std::min<int64_t>(d.b * std::min<int64_t>(tiles, kMaxSplits),
-                                              most_slots(d.b, {kMostCtas, (x.lines + n - 1) / n, n, wide(d), 0}));
+                                              most_slots(d.b, machine(kMostCtas, (x.lines + n - 1) / n, n, wide(d))));
   x.slots = d.num_kv_splits > 0 ? pinned : automatic;
   const size_t partials = static_cast<size_t>(x.slots) * x.lines;
   x.row_plan = kAlign;  // any_split lies before
@@ -156,7 +156,7 @@ void decode16(const KernelParams& p, bool tma, int ctas, cudaStream_t stream) {
 
 }  // namespace
 
-int tiles_per_split(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool gathered, int sms) {
+int plan_share(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool gathered, int sms) {
   BatchTiles x{};
   for (const int64_t len : seq_lens) {
     const auto tiles = static_cast<int>(num_tiles(len));
@@ -165,8 +165,7 @@ int tiles_per_split(const std::vector<int64_t>& seq_lens, int lines, bool wide, 
     x.rows += tiles > 0;
   }
   const int n = lines_a_tile(lines, wide, gathered);
-  const int ctas = std::min(sms, kMostCtas);
-  return tiles_per_split(x, {ctas, (lines + n - 1) / n, n, wide, per_cta_of(ctas)});
+  return plan_share(x, machine(std::min(sms, kMostCtas), (lines + n - 1) / n, n, wide));
 }
 
 size_t workspace_bytes(const DecodeParams& params) { return layout(params).bytes; }
@@ -196,18 +195,16 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
   p.q_aligned = q_aligned(params);
   const bool tma = (1 << params.page_size_log2) >= kMinTmaPage && params.num_blocks > 0;
   const int n = lines_a_tile(x.lines, wide(params), !tma);
-  p.lines_a_tile = n;
-  p.line_tiles = (x.lines + n - 1) / n;
   if (tma) encode_cache(p);
 
   int device = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const int64_t splits = x.bytes == 0 ? 1 : params.num_kv_splits > 0 ? params.num_kv_splits : kMaxSplits;
-  const int64_t most = std::max<int64_t>(1, params.b * std::min<int64_t>(splits, num_tiles(x.capacity)) * p.line_tiles);
-  p.ctas = std::min(sms, kMostCtas);
-  p.per_cta = per_cta_of(p.ctas);
-  const int ctas = static_cast<int>(std::min<int64_t>(most, p.ctas));
+  p.m = machine(std::min(sms, kMostCtas), (x.lines + n - 1) / n, n, wide(params));
+  const int64_t pieces = params.b * std::min<int64_t>(splits, num_tiles(x.capacity));
+  const int64_t most = std::max<int64_t>(1, pieces * p.m.line_tiles);
+  const int ctas = static_cast<int>(std::min<int64_t>(most, p.m.ctas));
   if (params.dtype == DType::kBF16) {
     decode16<__nv_bfloat16>(p, tma, ctas, stream);
   } else if (params.dtype == DType::kFP16) {

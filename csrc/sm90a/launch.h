@@ -34,8 +34,9 @@ size_t workspace_bytes(const DecodeParams& params);
 // launched then.
 void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, const DeviceScales& scales = {});
 
-// Most tiles of 64 tokens in a split under the automatic plan, as the kernel finds it on a device with `sms` SMs.
+// The share of the automatic plan (plan.h) in tiles of 64 tokens, 0 where each row is one piece, as the kernel finds it
+// on a device with `sms` SMs.
 // lines: s_q * h_q; wide: bf16 or fp16; gathered: pages under 64 tokens.
-int tiles_per_split(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool gathered, int sms);
+int plan_share(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool gathered, int sms);
 
 }  // namespace mla::sm90a

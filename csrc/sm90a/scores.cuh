@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_lse(const KernelParams& p, const Work& w, 
     const float shift = (st.max[half] - static_cast<float>(kLogPScale)) * kLn2;
     const float lse = empty ? -INFINITY : shift + logf(st.sum[half]);
     const float lse_exact = empty ? -INFINITY : shift + logf(st.sum_exact[half]);
-    if (w.splits == 1) {
+    if (w.whole) {
       const LinePlace at = line_place(p, line);
       p.d.lse[w.row * p.d.lse_stride[0] + at.token * p.d.lse_stride[1] + at.head * p.d.lse_stride[2]] = lse_exact;
     } else {
@@ -278,7 +278,7 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
       if (left <= 2) {
         exponentiate(s[1], st, scale, shift, has_lines(), address ^ 64, [](int) {});
         if (has_lines())
-          finish_sums(st, w.splits == 1 ? p.d.out_scale * kv_scale : 1.f, sm.final_scale[t % kScaleBuffers] + slot);
+          finish_sums(st, w.whole ? p.d.out_scale * kv_scale : 1.f, sm.final_scale[t % kScaleBuffers] + slot);
         signal();
         if (has_lines()) store_lse<T>(p, w, st);
         break;

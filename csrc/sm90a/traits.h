@@ -10,6 +10,7 @@
 
 #include "config.h"
 #include "mla/params.h"
+#include "plan.h"
 
 namespace mla::sm90a {
 
@@ -29,33 +30,30 @@ struct KernelParams {
   int slots;          // that the workspace has
   int lines;          // s_q * h_q: line = i * h_q + h
   uint32_t per_head;  // ceil(2^20 / h_q): see line_place()
-  int lines_a_tile;   // N
-  int line_tiles;     // ceil(lines / N)
-  int ctas;           // that run at once, which the plan counts with
-  uint32_t per_cta;   // per_cta_of(ctas)
-  int capacity;       // tokens a row of block_table can hold
-  bool q_aligned;     // q can be copied in pieces of 16 bytes
+  Machine m;
+  int capacity;    // tokens a row of block_table can hold
+  bool q_aligned;  // q can be copied in pieces of 16 bytes
 };
 
-// One piece of work: lines of one line tile against tokens of one split of one row.
+// One piece of work: lines of one line tile against some or all tokens of one row.
 struct alignas(16) Work {
   int row;         // index in the batch; -1: no more work
-  int split;       // of `splits`
-  int splits;      // of this row
-  int slot;        // of its partials: splits of all rows before, and of this one
+  int slot;        // of its partials
   int line_tile;   // lines [line_tile * N, ...)
   int len;         // tokens of the row
-  int tile_begin;  // tiles of 64 tokens of this split
+  int tile_begin;  // tiles of 64 tokens of this piece
   int tile_end;
+  int whole;  // all tiles of the row: out and lse are written here
 };
 
 // State of the list (loader warp only) and the ring through which everybody gets it.
 struct WorkList {
   Work ring[kWorkSlots];
-  int tiles_per_split;  // of the automatic plan
-  int item;             // of this CTA
-  int before;           // items of the rows below first_row
-  int first_row;        // of the 32 rows held below
+  int share;      // tiles of a share, or 0: items by number
+  int at;         // item, or tile of the batch
+  int end;        // of the share
+  int before;     // items or tiles of the rows below first_row
+  int first_row;  // of the 32 rows held below
   int inclusive[32];
   int len[32];
 };

@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Work& 
     const int line = w.line_tile * T::N + (c >> 1) * 8 + 2 * j + (c & 1);
     if (line >= p.lines) continue;
     const int i = (c >> 1) * 4 + (c & 1);  // and i + 2: the next dim
-    if (w.splits == 1) {
+    if (w.whole) {
       const LinePlace at = line_place(p, line);
       __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.d.out) + w.row * p.d.out_stride[0] +
                            at.token * p.d.out_stride[1] + at.head * p.d.out_stride[2] + dim;

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Contributors to mla-kernels
 //
-// Which work a CTA does. The items of a batch are numbered row by row, in a row split by split, in a split line tile by
-// line tile (neighbours then read the same tokens at the same time). CTA c takes items c, c + gridDim.x, ... The loader
-// warp works the list out from seq_lens and leaves it in a ring in shared memory: nothing about lengths is decided on
-// the host (plan.h). Slot n + 1 is written before the first tile of item n is loaded, so whoever has seen that tile
-// sees it.
+// Which work a CTA does. Without shares (plan.h) the items of a batch are numbered row by row, in a row split by split,
+// in a split line tile by line tile (neighbours then read the same tokens at the same time), and CTA c takes items
+// c, c + gridDim.x, ... With shares, CTA c takes line tile c % line_tiles of share c / line_tiles: an item for each row
+// that it touches. The loader warp works the list out from seq_lens and leaves it in a ring in shared memory: nothing
+// about lengths is decided on the host. Slot n + 1 is written before the first tile of item n is loaded, so whoever has
+// seen that tile sees it.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "plan.h"
@@ -32,38 +34,37 @@ __device__ __forceinline__ LinePlace line_place(const KernelParams& p, int line)
 
 // x / line_tiles, which is nearly always 1 or 2. A division takes 130 cycles, and this lies before the first load.
 __device__ __forceinline__ int by_line_tiles(const KernelParams& p, int x) {
-  return p.line_tiles == 1 ? x : p.line_tiles == 2 ? x >> 1 : x / p.line_tiles;
+  return p.m.line_tiles == 1 ? x : p.m.line_tiles == 2 ? x >> 1 : x / p.m.line_tiles;
 }
 
-// T of the automatic plan, all lanes of a warp together.
-__device__ __forceinline__ int plan_batch(const KernelParams& p) {
-  const int lane = static_cast<int>(threadIdx.x & 31);
-  int total = 0, longest = 0, rows = 0;
-  for (int row = lane; row < p.d.b; row += 32) {
+// Lengths of the batch in tiles; all lanes of a warp together.
+__device__ __forceinline__ BatchTiles batch_tiles(const KernelParams& p) {
+  int64_t total = 0;
+  int longest = 0, rows = 0;
+  for (int row = static_cast<int>(threadIdx.x & 31); row < p.d.b; row += 32) {
     const int tiles = static_cast<int>(num_tiles(row_length(p, row)));
     total += tiles;
     longest = max(longest, tiles);
     rows += tiles > 0;
   }
-  total = __reduce_add_sync(~0u, total);
-  longest = __reduce_max_sync(~0u, longest);
-  rows = __reduce_add_sync(~0u, rows);
-  if (longest == 0) return 1;
-  const BatchTiles x = {total, longest, rows};
-  const Machine m = {p.ctas, p.line_tiles, p.lines_a_tile, p.d.dtype != DType::kE4M3, p.per_cta};
-  const int tiles = lane < kPlanCandidates ? candidate_tiles(x, m, lane) : 0;
-  const uint32_t cost = tiles > 0 ? plan_cost(x, m, tiles) : UINT32_MAX;
-  const uint32_t least = __reduce_min_sync(~0u, cost);  // the first candidate that has it
-  return __shfl_sync(~0u, tiles, __ffs(__ballot_sync(~0u, cost == least)) - 1);
+  // The sum of 32 lanes, each below kMostTiles, has 31 bits; else the plan looks no further.
+  const bool many = __any_sync(~0u, total >= kMostTiles);
+  const int sum = __reduce_add_sync(~0u, many ? 0 : static_cast<int>(total));
+  return {many ? kMostTiles : sum, __reduce_max_sync(~0u, longest), __reduce_add_sync(~0u, rows)};
 }
 
-// Each lane takes one of the 32 rows from list.first_row on; inclusive counts items up to and with it.
+// Each lane takes one of the 32 rows from list.first_row on; inclusive counts items (tiles where there are shares) up
+// to and with it.
 __device__ __forceinline__ void load_rows(const KernelParams& p, WorkList& list, int first_row) {
   const int lane = static_cast<int>(threadIdx.x & 31);
   const int row = first_row + lane;
-  const int some = row_length(p, row < p.d.b ? row : p.d.b - 1);  // no branch: lanes stay together
+  // No branch before the shuffles: with one, ptxas takes nothing in the kernel to be uniform any more (descriptors,
+  // loop counters), and 800 bytes are spilled.
+  const int some = row_length(p, row < p.d.b ? row : p.d.b - 1);
   const int len = row < p.d.b ? some : 0;
-  int inclusive = row_splits(static_cast<int>(num_tiles(len)), p.d.num_kv_splits, list.tiles_per_split) * p.line_tiles;
+  const int tiles = static_cast<int>(num_tiles(len));
+  const int most = list.share > 0 ? INT_MAX : p.d.num_kv_splits > 0 ? p.d.num_kv_splits : 1;
+  int inclusive = min(tiles, most) * (list.share > 0 ? 1 : p.m.line_tiles);
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const int below = __shfl_up_sync(~0u, inclusive, d);
@@ -76,10 +77,19 @@ __device__ __forceinline__ void load_rows(const KernelParams& p, WorkList& list,
 
 // By the loader warp, before anything else.
 __device__ __forceinline__ void start_list(const KernelParams& p, WorkList& list) {
-  const int tiles = p.d.num_kv_splits > 0 ? 1 : plan_batch(p);
+  BatchTiles x{};
+  int share = 0;
+  // Without workspace no row can have two pieces.
+  if (p.d.num_kv_splits == 0 && p.any_split != nullptr) {
+    x = batch_tiles(p);
+    share = plan_share(x, p.m);
+  }
   if ((threadIdx.x & 31) == 0) {
-    list.tiles_per_split = tiles;
-    list.item = static_cast<int>(blockIdx.x);
+    const int group = by_line_tiles(p, static_cast<int>(blockIdx.x));
+    const bool idle = group >= p.m.groups || int64_t{group} * share >= x.total;
+    list.share = share;
+    list.at = share == 0 ? static_cast<int>(blockIdx.x) : idle ? 0 : group * share;
+    list.end = share == 0 ? 0 : idle ? 0 : static_cast<int>(min(x.total, int64_t{list.at} + share));
     list.before = 0;
     list.first_row = 0;
   }
@@ -88,23 +98,29 @@ __device__ __forceinline__ void start_list(const KernelParams& p, WorkList& list
 }
 
 // The plan of all rows for the combine kernel. By one warp of one CTA.
-__device__ __forceinline__ void write_plan(const KernelParams& p, int tiles_per_split) {
+__device__ __forceinline__ void write_plan(const KernelParams& p, int share) {
   const int lane = static_cast<int>(threadIdx.x & 31);
   int before = 0;
   bool any = false;
   for (int first = 0; first < p.d.b; first += 32) {
     const int row = first + lane;
     const int tiles = row < p.d.b ? static_cast<int>(num_tiles(row_length(p, row))) : 0;
-    const int splits = row_splits(tiles, p.d.num_kv_splits, tiles_per_split);
-    int inclusive = splits;
+    const int mine = share > 0 ? tiles : row_splits(tiles, p.d.num_kv_splits);
+    int inclusive = mine;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int below = __shfl_up_sync(~0u, inclusive, d);
       if (lane >= d) inclusive += below;
     }
-    if (row < p.d.b) p.row_plan[row] = make_int2(before + inclusive - splits, splits);
+    const int begin = before + inclusive - mine;
+    int2 plan = make_int2(begin, mine);
+    if (share > 0 && tiles > 0) {
+      const int first_share = begin / share, last_share = (begin + tiles - 1) / share;
+      plan = make_int2(row + first_share, last_share - first_share + 1);
+    }
+    if (row < p.d.b) p.row_plan[row] = plan;
     before += __shfl_sync(~0u, inclusive, 31);
-    any |= splits > 1;
+    any |= plan.y > 1;
   }
   any = __any_sync(~0u, any);
   if (lane == 0) *p.any_split = any;
@@ -112,10 +128,10 @@ __device__ __forceinline__ void write_plan(const KernelParams& p, int tiles_per_
 
 // Puts the next item into slot n of the ring, or one with row = -1 after the last. By the loader warp.
 __device__ __forceinline__ void publish_next(const KernelParams& p, WorkList& list, int n) {
-  const int item = list.item;
+  const int at = list.at, share = list.share;
   int before = list.before, first_row = list.first_row;
   int total = list.inclusive[31];
-  while (__any_sync(~0u, item >= before + total && first_row < p.d.b)) {
+  while (__any_sync(~0u, at >= before + total && first_row < p.d.b)) {
     before += total;
     first_row += 32;
     __syncwarp();
@@ -124,27 +140,37 @@ __device__ __forceinline__ void publish_next(const KernelParams& p, WorkList& li
   }
   Work w{};
   w.row = -1;
-  if (__any_sync(~0u, first_row < p.d.b)) {
-    const int at = item - before;
-    const int lane = __ffs(__ballot_sync(~0u, list.inclusive[threadIdx.x & 31] > at)) - 1;
+  int next = at;
+  if (__any_sync(~0u, first_row < p.d.b && (share == 0 || at < list.end))) {
+    const int lane = __ffs(__ballot_sync(~0u, list.inclusive[threadIdx.x & 31] > at - before)) - 1;
     w.row = first_row + lane;
     w.len = list.len[lane];
-    const auto tiles = static_cast<uint32_t>(num_tiles(w.len));
-    w.splits = row_splits(static_cast<int>(tiles), p.d.num_kv_splits, list.tiles_per_split);
-    const int local = at - (list.inclusive[lane] - w.splits * p.line_tiles);
-    w.split = by_line_tiles(p, local);
-    w.line_tile = local - w.split * p.line_tiles;
-    w.slot = by_line_tiles(p, item);
-    // split_begin() of mla/scheduler.h in tiles; 32 bits do: tiles < 2^25, split <= 128
-    w.tile_end = static_cast<int>(tiles);
-    if (w.splits > 1) {
-      w.tile_begin = static_cast<int>(tiles * w.split / static_cast<uint32_t>(w.splits));
-      w.tile_end = static_cast<int>(tiles * (w.split + 1) / static_cast<uint32_t>(w.splits));
+    const int tiles = static_cast<int>(num_tiles(w.len)), in_rows = at - before - list.inclusive[lane];
+    if (share > 0) {
+      w.tile_begin = in_rows + tiles;
+      w.tile_end = min(tiles, w.tile_begin + list.end - at);
+      next = at + w.tile_end - w.tile_begin;
+      const int group = by_line_tiles(p, static_cast<int>(blockIdx.x));
+      w.line_tile = static_cast<int>(blockIdx.x) - group * p.m.line_tiles;
+      w.whole = w.tile_end - w.tile_begin == tiles;
+      w.slot = w.row + group;
+    } else {
+      const int splits = row_splits(tiles, p.d.num_kv_splits);
+      const int local = in_rows + splits * p.m.line_tiles, split = by_line_tiles(p, local);
+      w.line_tile = local - split * p.m.line_tiles;
+      w.whole = splits == 1;
+      w.slot = by_line_tiles(p, at);
+      w.tile_end = tiles;
+      if (splits > 1) {  // split_begin() of mla/scheduler.h in tiles; 32 bits do: tiles < 2^25, split <= 128
+        w.tile_begin = static_cast<int>(static_cast<uint32_t>(tiles) * split / static_cast<uint32_t>(splits));
+        w.tile_end = static_cast<int>(static_cast<uint32_t>(tiles) * (split + 1) / static_cast<uint32_t>(splits));
+      }
+      next = at + static_cast<int>(gridDim.x);
     }
   }
   __syncwarp();  // all lanes have read the list
   if ((threadIdx.x & 31) == 0) {
-    list.item = item + static_cast<int>(gridDim.x);
+    list.at = next;
     list.before = before;
     list.first_row = first_row;
     list.ring[n % kWorkSlots] = w;

@@ -189,13 +189,13 @@ int64_t cuda_workspace_size(int64_t b, [[maybe_unused]] int64_t s_q, [[maybe_unu
   return bytes;
 }
 
-// The largest number of 64-token tiles in a split that the automatic plan of sm90a gives a batch; see sm90a/plan.h.
-int64_t cuda_tiles_per_split([[maybe_unused]] std::vector<int64_t> seq_lens, [[maybe_unused]] int64_t lines,
-                             [[maybe_unused]] bool wide, [[maybe_unused]] bool gathered, [[maybe_unused]] int64_t sms) {
+// The share, in tiles of 64 tokens, of the automatic plan of sm90a for a batch, or 0; see sm90a/plan.h.
+int64_t cuda_plan_share([[maybe_unused]] std::vector<int64_t> seq_lens, [[maybe_unused]] int64_t lines,
+                        [[maybe_unused]] bool wide, [[maybe_unused]] bool gathered, [[maybe_unused]] int64_t sms) {
 #ifdef MLA_HAVE_SM90A
-  return mla::sm90a::tiles_per_split(seq_lens, static_cast<int>(lines), wide, gathered, static_cast<int>(sms));
+  return mla::sm90a::plan_share(seq_lens, static_cast<int>(lines), wide, gathered, static_cast<int>(sms));
 #else
-  throw std::runtime_error("cuda_tiles_per_split: this build has no target sm90a");
+  throw std::runtime_error("cuda_plan_share: this build has no target sm90a");
 #endif
 }
 
@@ -205,5 +205,5 @@ STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CUDA, m) { m.impl("mla_decode_out", TORCH
 
 STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CompositeExplicitAutograd, m) {
   m.impl("cuda_workspace_size", TORCH_BOX(&cuda_workspace_size));
-  m.impl("cuda_tiles_per_split", TORCH_BOX(&cuda_tiles_per_split));
+  m.impl("cuda_plan_share", TORCH_BOX(&cuda_plan_share));
 }

@@ -14,11 +14,10 @@ size_t mla_check_params_size() { return sizeof(mla::DecodeParams); }
 
 size_t mla_check_workspace(const mla::DecodeParams* p) { return mla::sm90a::workspace_bytes(*p); }
 
-// The automatic plan's T for a batch on a machine with `ctas` SMs.
-int mla_check_tiles_per_split(long long total, int longest, int rows, int lines, int ctas, int wide, int gathered) {
+// The automatic plan's share for a batch on a machine with `ctas` SMs.
+int mla_check_plan_share(long long total, int longest, int rows, int lines, int ctas, int wide, int gathered) {
   const int n = mla::sm90a::lines_a_tile(lines, wide, gathered);
-  return mla::sm90a::tiles_per_split({total, longest, rows},
-                                     {ctas, (lines + n - 1) / n, n, wide != 0, mla::sm90a::per_cta_of(ctas)});
+  return mla::sm90a::plan_share({total, longest, rows}, mla::sm90a::machine(ctas, (lines + n - 1) / n, n, wide != 0));
 }
 
 // 0, or 1 with a message.

@@ -10,6 +10,7 @@ check fails.
 """
 
 import ctypes
+import itertools
 import os
 import sys
 
@@ -41,7 +42,7 @@ def load_library(path):
     lib.mla_check_params_size.restype = ctypes.c_size_t
     lib.mla_check_workspace.restype = ctypes.c_size_t
     lib.mla_check_workspace.argtypes = [ptr]
-    lib.mla_check_tiles_per_split.argtypes = [ctypes.c_longlong, i32, i32, i32, i32, i32, i32]
+    lib.mla_check_plan_share.argtypes = [ctypes.c_longlong, i32, i32, i32, i32, i32, i32]
     lib.mla_check_launch.argtypes = [ptr, ptr, ptr, ptr, ptr, ctypes.c_char_p, ctypes.c_size_t]
     assert lib.mla_check_params_size() == ctypes.sizeof(Params), "params.h and check.py disagree"
     return lib
@@ -134,17 +135,19 @@ class Problem:
 
         return go
 
-    def num_splits(self, n):
+    def bounds(self, r):
+        """Tiles at which row r is cut."""
         tiles = [(x + 63) // 64 for x in self.lens]
-        mine = (n + 63) // 64
+        mine = tiles[r]
         if self.splits:
-            return min(self.splits, mine)
+            n = min(self.splits, mine)
+            return [mine * i // n for i in range(n + 1)]
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         rows = sum(x > 0 for x in tiles)
-        each = self.lib.mla_check_tiles_per_split(
+        share = self.lib.mla_check_plan_share(
             sum(tiles), max(tiles), rows, self.s_q * self.h, min(sms, 144), int(self.dtype != E4M3), int(self.page < 64)
         )
-        return (mine + each - 1) // each
+        return [0, *range(share - sum(tiles[:r]) % share, mine, share), mine] if share else [0, mine]
 
     def reference(self, r):
         """(exact out, stage out, lse), float64, of row r."""
@@ -162,11 +165,10 @@ class Problem:
         x = x.masked_fill(torch.arange(n, device=DEV)[None] >= limit[:, None], -torch.inf)
         lse = torch.logsumexp(x, -1)
         exact = torch.nan_to_num(torch.softmax(x, -1)) @ kv[:, :512] * self.kv_scale
-        tiles = (n + 63) // 64
-        splits = self.num_splits(n)
+        bounds = self.bounds(r)
         outs, lses = [], []
-        for i in range(splits):
-            lo, hi = tiles * i // splits * 64, min(tiles * (i + 1) // splits * 64, n)
+        for first, last in itertools.pairwise(bounds):
+            lo, hi = first * 64, min(last * 64, n)
             step = 128 if self.dtype == E4M3 else 64
             steps = (hi - lo + step - 1) // step
             pad = steps * step - (hi - lo)
@@ -421,6 +423,9 @@ def main():
             compare("h128 s_q2 page128", Problem([2, 1, 700, 1300], 128, s_q=2, page=128), lib)[0],
             compare("h128 b130 ragged", Problem([(i * 977) % 3001 for i in range(130)], 128), lib)[0],
             compare("h16 b130 ragged", Problem([(i * 977) % 3001 for i in range(130)], 16), lib)[0],
+            compare("h16 b300 ragged", Problem([8192 - (i * 977) % 1001 for i in range(300)], 16), lib)[0],
+            compare("h128 b70 ragged", Problem([(i * 977) % 3001 for i in range(70)], 128), lib)[0],
+            compare("bf16 b70 ragged", Problem([(i * 977) % 3001 for i in range(70)], 128, dtype=torch.bfloat16), lib)[0],
             compare("h128 mean 1", Problem([8192] * 4, 128, mean=1.0, splits=1), lib)[0],
         ])  # fmt: skip
     elif what == "bench":
