@@ -479,3 +479,44 @@ def test_fused_codes_are_those_of_torch() -> None:
             fused.quantise_queries(q_nope, q_pe, scale), cache.quantise_queries(q_nope, q_pe, scale), strict=True
         ):
             assert same_bits(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a graph is captured on it")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_captured_step_follows_lengths_tables_and_scales(modules: Any, kv_cache_dtype: str) -> None:
+    """Captured at lengths of 100, replayed at others, with other pages and scales: each replay is the eager call."""
+    modules.backend.ensure_loaded(torch.device("cuda"))
+    impl = object.__new__(modules.cuda.CudaImpl)
+    impl.is_fp8, impl.scale, impl.model_dtype, impl._scales_on_host = kv_cache_dtype == "fp8", SM_SCALE, BF16, False
+    b, h_q, blocks = 4, 16, 64
+    layer = layer_of(0.5, 0.25)
+    layer._q_scale, layer._k_scale = layer._q_scale.cuda(), layer._k_scale.cuda()
+    pages = torch.randn(b * blocks, PAGE, 576, device="cuda").to(E4M3 if impl.is_fp8 else BF16)
+    q_nope = torch.randn(h_q, b, 512, device="cuda").to(BF16).transpose(0, 1)
+    q_pe = torch.randn(b, h_q, 192, device="cuda").to(BF16)[..., 128:]
+    decode = SimpleNamespace(
+        seq_lens=torch.full((b,), 100, dtype=torch.int32, device="cuda"),
+        block_table=torch.randperm(b * blocks, device="cuda").int().view(b, blocks),
+    )
+    size = ops.workspace_size(b, 1, h_q, blocks * PAGE, device="cuda")
+    decode.workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def step() -> Tensor:
+        return impl.forward_mqa((q_nope, q_pe), pages, SimpleNamespace(decode=decode), layer)[0]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lens, k_scale in (([1, 0, 64, 4096], 0.25), ([4096] * 4, 0.25), ([0, 0, 0, 5], 1.5), ([100, 3000, 7, 0], 0.06)):
+        decode.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        decode.block_table.copy_(torch.randperm(b * blocks).int().view(b, blocks))
+        layer._k_scale.fill_(k_scale)
+        q_nope.normal_()
+        graph.replay()
+        replayed = captured.clone()
+        assert same_bits(replayed, step())
+        empty = torch.tensor(lens) == 0
+        assert float(replayed[empty.cuda()].abs().sum()) == 0.0

@@ -94,12 +94,12 @@ class Layer:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
+            h, generator = CONFIG["num_attention_heads"], torch.Generator().manual_seed(seed)
+            weight = torch.randn(h * (NOPE + V), LATENT, generator=generator) * LATENT**-0.5
+            self.weight = weight.bfloat16().double().view(h, NOPE + V, LATENT)
             with set_current_vllm_config(self.config), device:
                 start(model / "store")
-                h = CONFIG["num_attention_heads"]
                 kv_b = ColumnParallelLinear(LATENT, h * (NOPE + V), bias=False)
-                generator = torch.Generator().manual_seed(seed)
-                weight = torch.randn(kv_b.weight.shape, generator=generator) * LATENT**-0.5
                 kv_b.weight.data.copy_(weight)
                 self.layer = MLAAttention(
                     num_heads=h,
@@ -115,9 +115,9 @@ class Layer:
                 )
                 kv_b.quant_method.process_weights_after_loading(kv_b)
                 self.layer.process_weights_after_loading(torch.bfloat16)
-                self.set_scales(*scales, v_scale)
-                self.weight = weight.bfloat16().double().view(h, NOPE + V, LATENT)
-                self._allocate(rows, tokens, generator)
+            self.set_scales(*scales, v_scale)
+            self._allocate(rows, tokens, generator)
+            with set_current_vllm_config(self.config):
                 spec = self.layer.get_kv_cache_spec(self.config)
                 kind = self.layer.get_attn_backend().get_builder_cls()
                 self.builder = kind(spec, [self.name], self.config, device)
