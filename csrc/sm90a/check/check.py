@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Contributors to mla-kernels
 """Checks and times the Hopper kernel by itself (no operator).
 
-    check.py LIBRARY correct | tiny | fast | bench PEERS_DIR [bxhxs,...] | profile b h s splits
+    check.py LIBRARY correct | tiny | fast | bench PEERS [bxhxs,...] | cold PEERS bxhxs,... | profile b h s splits
 
-LIBRARY comes from check/build.sh. References are float64 on the same e4m3 values: `exact`, and `stage`, which also
+LIBRARY comes from check/build.sh, PEERS is the folder of FlashMLA's. References are float64 on the same e4m3 values: `exact`, and `stage`, which also
 rounds P to e4m3 against the running maximum of steps of 128 tokens (64 for bf16) as the kernel does. Exits with 1 if a
 check fails.
 """
@@ -401,6 +401,41 @@ def bench(libs, peers, shapes):
     return True
 
 
+def cold(libs, peers, shapes, rounds=20):
+    """Graph replays in turns, each after a read of 512 MB: medians. s with a u: rows of s - 1000 to s tokens."""
+    buffer = torch.zeros(1 << 27, dtype=torch.int32, device=DEV)
+    event = lambda: torch.cuda.Event(enable_timing=True)  # noqa: E731
+    for b, h, s in shapes:
+        n = int(s.rstrip("u"))
+        lens = [n - (i * 977) % 1001 for i in range(b)] if s.endswith("u") else [n] * b
+        pr = Problem(lens, h, hostile=False, spare=0)
+        calls = {name: pr.runner(lib) for name, lib in libs}
+        calls["flashmla"] = peer(peers, pr, pr.sm_scale)
+        graphs = {}
+        for name, call in calls.items():
+            if call is None:
+                continue
+            call()
+            torch.cuda.synchronize()
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name]):
+                call()
+        marks = []
+        for _ in range(3 + rounds):
+            for name, graph in graphs.items():
+                torch.sum(buffer, 0)
+                start, end = event(), event()
+                start.record()
+                graph.replay()
+                end.record()
+                marks.append((name, start, end))
+        torch.cuda.synchronize()
+        for name in graphs:
+            us = [1e3 * a.elapsed_time(z) for k, a, z in marks if k == name][3:]
+            print(f"b {b} h {h} s {s}: {name} {sorted(us)[len(us) // 2]:.1f} us", flush=True)
+    return True
+
+
 def main():
     path, what = sys.argv[1], sys.argv[2]
     lib = load_library(path.split(",")[0])
@@ -425,13 +460,17 @@ def main():
             compare("h16 b130 ragged", Problem([(i * 977) % 3001 for i in range(130)], 16), lib)[0],
             compare("h16 b300 ragged", Problem([8192 - (i * 977) % 1001 for i in range(300)], 16), lib)[0],
             compare("h128 b70 ragged", Problem([(i * 977) % 3001 for i in range(70)], 128), lib)[0],
-            compare("bf16 b70 ragged", Problem([(i * 977) % 3001 for i in range(70)], 128, dtype=torch.bfloat16), lib)[0],
+            compare("bf16 ragged", Problem([(i * 977) % 3001 for i in range(70)], 128, dtype=WIDE[0][1]), lib)[0],
             compare("h128 mean 1", Problem([8192] * 4, 128, mean=1.0, splits=1), lib)[0],
         ])  # fmt: skip
     elif what == "bench":
         libs = [(os.path.basename(x).removeprefix("lib").removesuffix(".so"), load_library(x)) for x in path.split(",")]
         shapes = [tuple(int(x) for x in s.split("x")) for s in sys.argv[4].split(",")] if len(sys.argv) > 4 else SHAPES
         good = bench(libs, sys.argv[3], shapes)
+    elif what == "cold":
+        libs = [(os.path.basename(x).removeprefix("lib").removesuffix(".so"), load_library(x)) for x in path.split(",")]
+        shapes = [tuple(x if i == 2 else int(x) for i, x in enumerate(s.split("x"))) for s in sys.argv[4].split(",")]
+        good = cold(libs, sys.argv[3], shapes)
     else:
         b, h, s, splits = (int(x) for x in sys.argv[3:7])
         go = Problem([s] * b, h, splits=splits, hostile=False).runner(lib)
