@@ -5,8 +5,8 @@
     check.py LIBRARY correct | tiny | fast | bench PEERS [bxhxs,...] | cold PEERS bxhxs,... | profile b h s splits
 
 LIBRARY comes from check/build.sh, PEERS is the folder of FlashMLA's libraries. References are float64 on the same e4m3
-values: `exact`, and `stage`, which also rounds P to e4m3 against the running maximum of steps of 128 tokens (64 for bf16)
-as the kernel does. Exits with 1 if a check fails.
+values: `exact`, and `stage`, which also rounds P to e4m3 against the running maximum of steps of 128 tokens (64 for
+bf16) as the kernel does. Exits with 1 if a check fails.
 """
 
 import ctypes
