@@ -100,10 +100,10 @@ def _throughput(words: list[str], way: str, dtype: str) -> None:
     if "--profiler-config" in words:
         folder = Path(json.loads(_after(words, "--profiler-config"))["torch_profiler_dir"])
         events = [
-            {"ph": "X", "cat": "kernel", "name": "void mla::sm90a::decode<e4m3>(Params)", "dur": 30.0},
-            {"ph": "X", "cat": "kernel", "name": "fused_moe_kernel", "dur": 60.0},
+            {"ph": "X", "cat": "kernel", "name": "void mla::sm90a::decode<e4m3>(Params)", "ts": 0.0, "dur": 30.0},
+            {"ph": "X", "cat": "kernel", "name": "fused_moe_kernel", "ts": 30.0, "dur": 60.0},
             {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "dur": 500.0},
-            {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "dur": 10.0},
+            {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 90.0, "dur": 10.0},
         ]
         (folder / "rank0.pt.trace.json").write_text(json.dumps({"traceEvents": events}))
 

@@ -329,7 +329,7 @@ def test_kernels_go_to_their_class(kernel: str, name: str) -> None:
 
 
 def test_traces_are_summed_and_others_refused(tmp_path: Path) -> None:
-    events = [{"ph": "X", "cat": "kernel", "name": "fused_moe_kernel", "dur": 2.5}] * 2
+    events = [{"ph": "X", "cat": "kernel", "name": "fused_moe_kernel", "ts": ts, "dur": 2.5} for ts in (5.0, 0.0)]
     path = tmp_path / "x.pt.trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "x"}]}).encode()))
     assert profiles.kernel_times(path) == {"fused_moe_kernel": (5.0, 2)}
@@ -340,6 +340,20 @@ def test_traces_are_summed_and_others_refused(tmp_path: Path) -> None:
     plain.write_text('{"traceEvents": []}')
     with pytest.raises(ValueError, match="has no GPU kernels"):
         profiles.kernel_times(plain)
+
+
+def test_a_kernel_that_waits_for_another_does_not_count_twice(tmp_path: Path) -> None:
+    """Launched early on the same stream it waits; on another stream it works at the same time."""
+    spans = (("decode", 0.0, 10.0, 7), ("combine", 4.0, 7.0, 7), ("other", 4.0, 7.0, 8), ("next", 11.0, 2.0, 7))
+    events = [{"ph": "X", "cat": "kernel", "name": n, "ts": t, "dur": d, "pid": 0, "tid": s} for n, t, d, s in spans]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert profiles.kernel_times(path) == {
+        "decode": (10.0, 1),
+        "combine": (1.0, 1),
+        "other": (7.0, 1),
+        "next": (2.0, 1),
+    }
 
 
 def test_texts_of_the_tokenizer_read_back_as_the_same_tokens(tmp_path: Path) -> None:
