@@ -55,8 +55,8 @@ def classify(kernel: str) -> str:
 def kernel_times(trace: str | os.PathLike[str]) -> dict[str, tuple[float, int]]:
     """(microseconds, launches) of each GPU kernel and copy in a Chrome trace of the torch profiler, .json or .json.gz.
 
-    A kernel that began before another of its stream ended (programmatic dependent launch) counts from that end on: until
-    then it waits.
+    A kernel that began before another of its stream ended (programmatic dependent launch) counts from that end on:
+    until then it waits.
 
     Raises:
         ValueError: for a file that is no such trace, or has no kernels (a CPU run).
