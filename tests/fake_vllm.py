@@ -66,6 +66,7 @@ def main(words: list[str], changes: dict[str, object]) -> None:
     tokens = int(100 * 2**30 / layers / (576 if dtype == "fp8" else 1152))
     print(LOG.format(dtype=dtype, backend=used, tokens=tokens), file=sys.stderr, flush=True)
     print("cards", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+    print("cores", os.environ.get("VLLM_CPU_OMP_THREADS_BIND"), flush=True)
     if way == "fail":
         sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     if way == "hang":

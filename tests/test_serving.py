@@ -127,6 +127,19 @@ def test_runs_side_by_side_have_gpus_of_their_own(run: Any, tmp_path: Path) -> N
         assert f"cards {row['on_gpus']}" in (tmp_path / "logs" / row["log"]).read_text()
 
 
+def test_runs_side_by_side_on_a_cpu_have_cores_of_their_own(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "gpus", lambda: [])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5})
+    status, found, source = run("decode", "--parallel", "2")
+    assert status == 0
+    said = [(tmp_path / "logs" / row["log"]).read_text() for row in found]
+    assert ["cores 3,5" in said[0], "cores 4\n" in said[1]] == [True, True]
+    assert (source["gpu"], source["environment"]["VLLM_CPU_KVCACHE_SPACE"]) == (None, "1")
+    assert "-rotary_embedding" in found[0]["command"]
+
+
 def test_partial_results_are_there_as_soon_as_a_run_ends(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,3 +420,12 @@ def test_children_end_with_the_runner(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert time.monotonic() < end
     assert not (tmp_path / "o.json").exists()
+
+
+def test_the_commands_of_readme_and_the_package_are_ones(tmp_path: Path) -> None:
+    texts = (ROOT / "README.md").read_text() + (ROOT / "mla_kernels" / "serving" / "__init__.py").read_text()
+    lines = [line.strip() for line in texts.replace("\\\n", " ").replace("\\", "").splitlines()]
+    commands = [line.split()[3:] for line in lines if line.startswith("python -m mla_kernels.serving ")]
+    assert len(commands) >= 8
+    for words in commands:
+        cli._parser().parse_args(words)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -460,9 +460,17 @@ def _run(
         for row in made:
             say(f"{now} {ended.seconds:6.1f} s  {_line(row)}")
 
+    listed = [job.child for job in jobs]
+    if not cards and options.parallel > 1:  # on a CPU runs at the same time get cores of their own
+        cores = sorted(os.sched_getaffinity(0))
+        parts = [cores[i :: options.parallel] or cores for i in range(options.parallel)]
+        listed = [
+            replace(child, environment={"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, parts[i % len(parts)]))})
+            for i, child in enumerate(listed)
+        ]
     say(f"{len(jobs)} runs, {min(options.parallel, len(jobs))} at a time; logs in {options.logs}")
     children.run_all(
-        [job.child for job in jobs], folder=options.logs, seconds=options.time_limit, cards=cards,
+        listed, folder=options.logs, seconds=options.time_limit, cards=cards,
         at_once=options.parallel, done=done,
         deadline=None if options.deadline is None else begun + options.deadline,
     )  # fmt: skip

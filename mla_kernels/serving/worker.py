@@ -63,13 +63,14 @@ def agree(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     prompts = [f"Question: {row['question']}\nAnswer:" for row in texts("test.jsonl", job["prompts"])]
-    params = SamplingParams(temperature=0.0, max_tokens=job["output_len"], logprobs=vocabulary)
+    length = job["output_len"]
+    params = SamplingParams(temperature=0.0, max_tokens=length, logprobs=vocabulary, detokenize=False)
     answers = llm.generate(prompts, params, use_tqdm=False)
     found = []
     for answer in answers:
         out = answer.outputs[0]
         steps = [{str(token): entry.logprob for token, entry in step.items()} for step in out.logprobs]
-        found.append({"tokens": list(out.token_ids), "text": out.text, "logprobs": steps})
+        found.append({"tokens": list(out.token_ids), "logprobs": steps})
     return {"answers": found}
 
 
