@@ -179,6 +179,9 @@ def test_advice_names_what_to_install() -> None:
 def test_experiments_run_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "gpus", lambda: [{"index": "0", "name": "NVIDIA H200", "driver": "580"}])
     assert tables.run_here(tmp_path, "recorded") is None
+    assert tables.run_here(tmp_path, "auto") is None  # there is no vLLM beside these tests
+    with pytest.raises(FileNotFoundError, match="has no vLLM: name an interpreter that has it"):
+        tables.run_here(tmp_path, "gpu")
     live = tables.run_here(tmp_path / "out", "gpu", python=install(tmp_path), limit=5, prompts=3)
     assert live is not None
     assert live.where == "in this run, NVIDIA H200"

@@ -24,7 +24,7 @@ from mla_kernels.measurements import provenance, read_measurements, short_comman
 from mla_kernels.serving import children, models, profiles, rows
 from mla_kernels.serving.children import Child, Ended
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 WORKER = Path(__file__).with_name("worker.py")
 VLLM = ("-m", "vllm.entrypoints.cli.main")  # what the command `vllm` runs
@@ -417,26 +417,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(words)
+    try:
+        return _start(options, words)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+
+
+def run(words: Sequence[str]) -> int:
+    """The same from Python, for words that the command line takes: what it refuses raises ValueError or
+    FileNotFoundError."""
+    return _start(_parser().parse_args(list(words)), words)
+
+
+def _start(options: argparse.Namespace, words: Sequence[str]) -> int:
     begun = time.monotonic()
     say = partial(print, flush=True)
     options.python = os.path.abspath(options.python) if os.sep in options.python else options.python
     cards = children.gpus()
-    try:
-        versions = children.probe(options.python)
-        _refuse(options, versions, cards)
-        source = _source(options, words, versions, cards)
-        cpu = "cpu" in str(versions["vllm"]) or not cards
-        base = {"engine": "vllm", "version": versions["vllm"]}
-        with tempfile.TemporaryDirectory(prefix="mla-serving-") as scratch:
-            jobs = _JOBS[options.what](options, base, 0 if cpu else len(cards), Path(scratch))
-            if options.dry_run:
-                for job in jobs:
-                    say(shlex.join(job.child.command))
-                return 0
-            old = _kept(options.record, source) if options.append and options.record.is_file() else []
-            return _run(options, jobs, old, source, [] if cpu else [card["index"] for card in cards], begun, say)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
+    versions = children.probe(options.python)
+    _refuse(options, versions, cards)
+    source = _source(options, words, versions, cards)
+    cpu = "cpu" in str(versions["vllm"]) or not cards
+    base = {"engine": "vllm", "version": versions["vllm"]}
+    with tempfile.TemporaryDirectory(prefix="mla-serving-") as scratch:
+        jobs = _JOBS[options.what](options, base, 0 if cpu else len(cards), Path(scratch))
+        if options.dry_run:
+            for job in jobs:
+                say(shlex.join(job.child.command))
+            return 0
+        old = _kept(options.record, source) if options.append and options.record.is_file() else []
+        return _run(options, jobs, old, source, [] if cpu else [card["index"] for card in cards], begun, say)
 
 
 def _run(

@@ -14,12 +14,13 @@ from typing import Any
 import pandas as pd
 
 from mla_kernels.measurements import read_measurements
+from mla_kernels.serving import children
 from mla_kernels.serving.models import ROOT
 
 __all__ = [
     "BARS", "Results", "advice", "agreement_table", "bars", "cache_table", "decode_table", "eval_table",
-    "profile_table", "published", "ratio_table", "read", "rows_of", "run_here", "sources", "throughput_table",
-    "unexplained",
+    "profile_table", "profile_times", "published", "ratio_table", "read", "rows_of", "run_here", "sources",
+    "throughput_table", "unexplained",
 ]  # fmt: skip
 
 OURS = "CUTLASS_MLA"
@@ -77,19 +78,20 @@ def published() -> Results:
 
 
 def sources(*results: Results) -> pd.DataFrame:
-    """Where the rows come from, a line a file: machine, versions, date, commit, command."""
+    """Where the rows come from, a line a run that wrote to a file: machine, versions, date, commit, command."""
     lines = []
     for result in results:
         for name, source in result.source.items():
             versions = {key: source.get(key) for key in ("driver", "cuda", "torch")} | source.get("peers", {})
-            lines.append(
-                {
-                    "results": result.where, "file": name, "date": source.get("date"),
-                    "commit": str(source.get("commit") or "–")[:12],
-                    "versions": ", ".join(f"{key} {value}" for key, value in versions.items() if value),
-                    "from": source.get("source") or source.get("command"), "note": source.get("note", ""),
-                }
-            )  # fmt: skip
+            for run in source.get("runs") or [source]:
+                lines.append(
+                    {
+                        "results": result.where, "file": name, "date": run.get("date"),
+                        "commit": str(run.get("commit") or "–")[:12],
+                        "versions": ", ".join(f"{key} {value}" for key, value in versions.items() if value),
+                        "from": run.get("source") or run.get("command"), "note": source.get("note", ""),
+                    }
+                )  # fmt: skip
     return pd.DataFrame(lines, columns=["results", "file", "date", "commit", "versions", "from", "note"])
 
 
@@ -100,12 +102,15 @@ _THROUGHPUT = [
 
 
 def throughput_table(*results: Results) -> pd.DataFrame:
-    """Requests a second, a row a run of `vllm bench throughput`; runs without a number have `reason`."""
+    """Requests a second, a row a run of `vllm bench throughput`; runs without a number have `reason`.
+
+    Rows of one model, number of GPUs and number of prompts follow each other, most prompts first.
+    """
     rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json") if "input_len" in row]
     table = pd.DataFrame(rows).reindex(columns=_THROUGHPUT)
     table["model"] = table["model"].astype(str).str.replace(", dummy weights", "", regex=False)
     table["of_layers"] = table["of_layers"].fillna(table["layers"])
-    return table
+    return table.sort_values(["gpus", "prompts"], ascending=[True, False], kind="stable", ignore_index=True)
 
 
 def ratio_table(throughput: pd.DataFrame) -> pd.DataFrame:
@@ -147,10 +152,16 @@ def eval_table(*results: Results) -> pd.DataFrame:
 
 
 def cache_table(*results: Results) -> pd.DataFrame:
-    """What vLLM's log says of the cache, a line a configuration: tokens, GiB, and bytes a token and layer."""
+    """What vLLM's log says of the cache, a line a configuration: tokens, GiB, and bytes a token and layer.
+
+    `requests_that_fit`: as many whole requests (prompt and answer) of a throughput run as the tokens are enough for.
+    """
     columns = ["where", "model", "layers", "backend", "kv_cache_dtype", "kv_cache_gib", "kv_cache_tokens",
-               "kv_cache_bytes_per_token_layer"]  # fmt: skip
+               "kv_cache_bytes_per_token_layer", "requests_that_fit"]  # fmt: skip
     rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json", "eval.json", "eval_vllm.json")]
+    for row in rows:
+        if row.get("kv_cache_tokens") and row.get("input_len"):
+            row["requests_that_fit"] = row["kv_cache_tokens"] // (row["input_len"] + row["output_len"])
     table = pd.DataFrame(rows).reindex(columns=columns)
     table = table.rename(columns={"kv_cache_bytes_per_token_layer": "bytes"})
     table["model"] = table["model"].astype(str).str.replace(", dummy weights", "", regex=False)
@@ -180,6 +191,14 @@ def profile_table(*results: Results) -> pd.DataFrame:
     return pd.DataFrame(
         [{"where": r.where, **row} for r in results for row in r.of("profile.json")], columns=None
     ).reindex(columns=columns)  # fmt: skip
+
+
+def profile_times(profile: pd.DataFrame) -> pd.DataFrame:
+    """A line a class of kernel, a column a run: milliseconds of GPU time. Columns: of `profile_table`."""
+    timed = profile[profile["us"].notna() & (profile["us"] > 0)]
+    runs = timed["backend"] + ", " + timed["kv_cache_dtype"] + ", ms"
+    table = timed.assign(run=runs, ms=timed["us"] / 1000).pivot_table("ms", "class", "run", aggfunc="sum", sort=False)
+    return table.reset_index().rename_axis(columns=None)
 
 
 def unexplained(*results: Results) -> list[str]:
@@ -313,8 +332,15 @@ def run_here(
 ) -> Results | None:
     """Run the experiments now: lm-eval, then on a CPU decoding alone and on a GPU `vllm bench throughput`.
 
-    `run`: recorded (nothing is run, None is returned), cpu or gpu. `limit` and `prompts`: 0 means all, or 1000.
+    `run`: recorded (nothing is run, None is returned), cpu, gpu, or auto: gpu where there are a GPU and vLLM, else
+    recorded. `limit` and `prompts`: 0 means all, or 1000.
+
+    Raises:
+        FileNotFoundError: where there is no vLLM; ValueError for what cannot run.
     """  # fmt: skip
+    if run == "auto":
+        there = bool(python) or importlib.util.find_spec("vllm") is not None
+        run = "gpu" if there and children.gpus() else "recorded"
     if run == "recorded":
         return None
     from mla_kernels.serving import cli
@@ -335,12 +361,12 @@ def run_here(
         words += ["--include-path", "", "--max-model-len", "4096"]
     if run == "cpu":
         words.append("--enforce-eager")
-    cli.main(words + (["--limit", str(limit)] if limit else []))
+    cli.run(words + (["--limit", str(limit)] if limit else []))
     serving = ["--record", str(folder / "serving.json")]
     if run == "cpu":
-        cli.main(
+        cli.run(
             ["decode", *common, *serving, "--model", model, "--batch", "2", "--output-len", "16", "--enforce-eager"]
         )
     else:
-        cli.main(["throughput", *common, *serving, "--prompts", str(prompts or 1000)])
+        cli.run(["throughput", *common, *serving, "--prompts", str(prompts or 1000)])
     return read(folder, "in this run")
