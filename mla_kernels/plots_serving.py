@@ -28,24 +28,25 @@ def _cards(gpus: Any) -> str:
 
 def _run_name(row: Any) -> str:
     cut = "" if row.layers == row.of_layers else f", {int(row.layers)} of {int(row.of_layers)} layers"
-    return f"{row.where}: {row.backend}\n{int(row.prompts)} prompts{cut}"
+    return f"{row.where}\n{row.backend}{cut}"
 
 
 def throughput(table: pd.DataFrame, *, title: str) -> Figure:
-    """Requests a second, two bars (auto, fp8) a backend, model and machine; a panel a model, since scales differ.
+    """Requests a second, two bars (auto, fp8) a backend and machine; a panel a model and number of prompts.
 
-    Columns: where, model, layers, of_layers, gpus, backend, kv_cache_dtype, requests_per_s.
+    Panels of one model have one scale. Columns: where, model, layers, of_layers, gpus, prompts, backend,
+    kv_cache_dtype, requests_per_s.
     """
     rows = table[table["requests_per_s"].notna()]
-    groups = [(name, group) for name, group in rows.groupby(["model", "gpus"], sort=False)]
+    groups = [(name, group) for name, group in rows.groupby(["model", "gpus", "prompts"], sort=False)]
     sizes = [group.apply(_run_name, axis=1).nunique() for _, group in groups]
     figure, axes = plt.subplots(
         len(groups), 1, figsize=(8.6, 1.2 + 0.75 * sum(sizes) + 0.5 * len(groups)), squeeze=False,
         gridspec_kw={"height_ratios": sizes},
     )  # fmt: skip
-    for axis, ((model, gpus), group) in zip(axes[:, 0], groups, strict=True):
+    for axis, ((model, gpus, prompts), group) in zip(axes[:, 0], groups, strict=True):
         names = list(dict.fromkeys(_run_name(row) for row in rows_of(group)))
-        top = float(group["requests_per_s"].max())
+        top = float(rows["requests_per_s"][(rows["model"] == model) & (rows["gpus"] == gpus)].max())
         for row in rows_of(group):
             colour, hatch = _DTYPES[row.kv_cache_dtype]
             y = names.index(_run_name(row)) + (-0.19 if row.kv_cache_dtype == "auto" else 0.19)
@@ -54,7 +55,7 @@ def throughput(table: pd.DataFrame, *, title: str) -> Figure:
         axis.set_yticks(range(len(names)), names, fontsize=8.5)
         axis.set(xlim=(0, top * 1.12), ylim=(len(names) - 0.5, -0.5))
         axis.grid(axis="y", visible=False)
-        axis.set_title(f"{model}, {_cards(gpus)}", fontsize=10)
+        axis.set_title(f"{model}, {_cards(gpus)}, {prompts} prompts", fontsize=10)
     axes[-1, 0].set_xlabel("requests per second")
     figure.suptitle(title)
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=c, hatch=h, edgecolor="white") for c, h in _DTYPES.values()]
@@ -112,18 +113,18 @@ def exact_match(table: pd.DataFrame, *, title: str) -> Figure:
 def profile(table: pd.DataFrame, *, title: str) -> Figure:
     """GPU time by class of kernel, a stacked bar a run; fields over 4 % carry their share. Columns: of
     `profile_table`."""
-    rows = table[table["us"].notna()]
+    rows = table[table["us"].notna() & (table["us"] > 0)]
     names = list(dict.fromkeys(f"{r.backend}, {r.kv_cache_dtype}" for r in rows_of(rows)))
     classes = list(dict.fromkeys(rows["class"]))
     figure, axis = plt.subplots(figsize=(8.6, 1.9 + 0.55 * len(names)))
     left = np.zeros(len(names))
     hatches = ("", "///", "...", "\\\\\\", "xxx", "---", "++", "oo", "")
     for i, kind in enumerate(classes):
-        for row in rows_of(rows[rows["class"] == kind]):
+        for n, row in enumerate(rows_of(rows[rows["class"] == kind])):
             y = names.index(f"{row.backend}, {row.kv_cache_dtype}")
             seconds = row.us / 1e6
             axis.barh(y, seconds, left=left[y], height=0.66, color=_PALETTE[i % 10], hatch=hatches[i % 9],
-                      edgecolor="white", linewidth=0.6, label=kind if y == 0 else None)  # fmt: skip
+                      edgecolor="white", linewidth=0.6, label=kind if n == 0 else None)  # fmt: skip
             if row.share > 0.04:
                 axis.text(left[y] + seconds / 2, y, f"{100 * row.share:.0f} %", ha="center", va="center", fontsize=8.5,
                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2, "alpha": 0.85})  # fmt: skip
