@@ -188,3 +188,31 @@ def test_experiments_run_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(tables.eval_table(live)) == 4
     assert tables.throughput_table(live)["requests_per_s"].round(2).tolist() == [5.0, 5.5]
     assert (tmp_path / "out" / "logs").is_dir()
+
+
+def test_prose_of_the_notebook_is_what_the_files_say() -> None:
+    """Numbers that notebook 06 and the README write out are those of data/measurements/h200."""
+    gpu = tables.read("h200")
+    ratios = tables.ratio_table(tables.throughput_table(gpu)).set_index(["prompts", "what"])["times"].round(3)
+    assert ratios.to_dict() == {
+        (1000, "CUTLASS_MLA: fp8 / auto"): 1.066,
+        (512, "CUTLASS_MLA: fp8 / auto"): 1.332,
+        (512, "CUTLASS_MLA fp8 / FLASHMLA fp8"): 1.081,
+        (512, "CUTLASS_MLA fp8 / FLASH_ATTN_MLA auto"): 1.385,
+    }
+    cache = tables.cache_table(gpu)
+    ours = cache[cache["backend"] == "CUTLASS_MLA"].set_index("kv_cache_dtype")
+    assert ours["requests_that_fit"].to_dict() == {"auto": 360, "fp8": 720}
+    assert ours["bytes"].to_dict() == {"auto": 1152, "fp8": 576}
+    auto, fp8 = (
+        tables.profile_times(tables.profile_table(gpu)).set_index("class")[f"CUTLASS_MLA, {dtype}, ms"].round()
+        for dtype in ("auto", "fp8")
+    )
+    assert (auto["decode attention"], fp8["decode attention"]) == (4984, 2437)
+    assert (fp8["quantise"], fp8["cache write"] - auto["cache write"]) == (19, 1)
+    combine = [
+        kernel["us"] / 1000
+        for row in gpu.of("profile.json") if row["class"] == "decode attention"
+        for kernel in row["kernels"] if "combine" in kernel["kernel"] or "anonymous" in kernel["kernel"]
+    ]  # fmt: skip
+    assert [round(ms) for ms in combine] == [1263, 562]
