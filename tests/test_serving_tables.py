@@ -130,6 +130,14 @@ def test_decoding_on_a_cpu_is_compared_with_the_faster_auto(
     assert verdicts(nothing, results(tmp_path, serving=rows))["cpu_decode"] == verdict
 
 
+def test_decoding_that_did_not_end_says_why(tmp_path: Path, nothing: tables.Results) -> None:
+    row = {"engine": "vllm", "model": "m", "batch": 8, "backend": "CUTLASS_MLA", "kv_cache_dtype": "auto",
+           "decode_tokens_per_s": None, "reason": "no end within 200 s"}  # fmt: skip
+    found = results(tmp_path, serving=[row])
+    assert tables.decode_table(found)["reason"].tolist() == ["no end within 200 s"]
+    assert verdicts(nothing, found)["cpu_decode"] == "not recorded yet"
+
+
 def test_ratios_stay_inside_a_run(tmp_path: Path) -> None:
     table = tables.throughput_table(tables.published(), results(tmp_path, serving=SERVED))
     ratios = tables.ratio_table(table)

@@ -170,10 +170,10 @@ def cache_table(*results: Results) -> pd.DataFrame:
 
 
 def decode_table(*results: Results) -> pd.DataFrame:
-    """Decoding alone, tokens a second: batch, context, backend, cache dtype."""
+    """Decoding alone, tokens a second: batch, context, backend, cache dtype; runs that gave no number have `reason`."""
     columns = ["where", "model", "batch", "context", "backend", "backend_used", "kv_cache_dtype", "decode_tokens_per_s",
                "reason"]  # fmt: skip
-    rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json") if "context" in row]
+    rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json") if "batch" in row]
     return pd.DataFrame(rows).reindex(columns=columns)
 
 
