@@ -25,36 +25,41 @@ def texts(name: str, count: int) -> list[dict[str, Any]]:
 
 
 def decode(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Tokens a second of decoding alone: the time of 1 + n tokens less that of 1 token, same prompts."""
+    """Tokens a second of decoding alone: sequences at once over the median time of the steps in which all of them, and
+    nothing else, get a token; from all rounds."""
     from vllm import SamplingParams
 
     tokenizer = llm.get_tokenizer()
     n, batch = job["output_len"], job["batch"]
-    length = job["engine"]["max_model_len"] - n - 1
+    length = job["engine"]["max_model_len"] - n
     rows = texts("documents.jsonl", 16)
     prompts = []
     for i in range(batch):  # every prompt begins differently, so that no cached prefix answers for another
         ids = tokenizer.encode(f"{i} " + rows[i % len(rows)]["text"])
         prompts.append({"prompt_token_ids": (ids * (length // len(ids) + 1))[:length]})
+    params = SamplingParams(temperature=0.0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False)
 
-    def seconds(count: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
-        begun = time.perf_counter()
-        answers = llm.generate(prompts, params, use_tqdm=False)
-        spent = time.perf_counter() - begun
-        got = [len(answer.outputs[0].token_ids) for answer in answers]
-        if got != [count] * batch:
-            raise RuntimeError(f"asked for {count} tokens of each sequence, got {got}")
-        return spent
+    def steps() -> list[float]:
+        llm.enqueue(prompts, params, use_tqdm=False)
+        times, ends = [], []
+        while llm.llm_engine.has_unfinished_requests():
+            begun = time.perf_counter()
+            answers = llm.llm_engine.step()
+            times.append(time.perf_counter() - begun)
+            ends += [len(times)] * sum(answer.finished for answer in answers)
+        # a sequence that ends with step e has its first token from step e - n + 1
+        alone = times[max(ends) - n + 1 : min(ends)] if len(ends) == batch else []
+        if len(alone) < n // 2:
+            raise RuntimeError(
+                f"expected {batch} sequences that decode side by side, got {len(alone)} such steps of {n}"
+            )
+        return alone
 
-    seconds(1 + n)
-    rounds = [(seconds(1), seconds(1 + n)) for _ in range(job["rounds"])]
-    rates = sorted(batch * n / (long - short) for short, long in rounds)
-    return {
-        "context": length,
-        "decode_tokens_per_s": round(rates[len(rates) // 2], 2),
-        "decode_tokens_per_s_rounds": [round(rate, 2) for rate in rates],
-    }
+    steps()
+    times = sorted(time for _ in range(job["rounds"]) for time in steps())
+    rates = [round(batch / times[min(int(len(times) * part), len(times) - 1)], 2) for part in (0.5, 0.9, 0.1)]
+    names = ("decode_tokens_per_s", "decode_tokens_per_s_p10", "decode_tokens_per_s_p90")
+    return {"context": length + n // 2, "decode_steps": len(times), **dict(zip(names, rates, strict=True))}
 
 
 def agree(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
