@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
             grid.add_argument("--num-fewshot", type=int)
         if name == "decode":
             grid.add_argument("--batch", type=_positive, default=8, help="sequences at once; default: 8")
-            grid.add_argument("--output-len", type=_positive, default=64, help="timed tokens; default: 64")
+            grid.add_argument("--output-len", type=_positive, default=32, help="timed tokens; default: 32")
             grid.add_argument("--rounds", type=_positive, default=3)
         if name == "agree":
             grid.add_argument("--prompts", type=_positive, default=8)

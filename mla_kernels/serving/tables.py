@@ -365,7 +365,20 @@ def run_here(
     serving = ["--record", str(folder / "serving.json")]
     if run == "cpu":
         cli.run(
-            ["decode", *common, *serving, "--model", model, "--batch", "2", "--output-len", "16", "--enforce-eager"]
+            [
+                "decode",
+                *common,
+                *serving,
+                "--model",
+                model,
+                "--batch",
+                "4",
+                "--rounds",
+                "2",
+                "--parallel",
+                "2",
+                "--enforce-eager",
+            ]
         )
     else:
         cli.run(["throughput", *common, *serving, "--prompts", str(prompts or 1000)])
