@@ -27,7 +27,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     """Rows of one start of vLLM for each cache dtype."""
     folder = tmp_path_factory.mktemp("serving")
     words = ["agree", "--cells", "CUTLASS_MLA:auto,CUTLASS_MLA:fp8", "--prompts", "8", "--output-len", "96",
-             "--limit", str(PROBLEMS), "--enforce-eager", "--python", str(PYTHON), "--time-limit", "400",
+             "--limit", str(PROBLEMS), "--parallel", "2", "--enforce-eager", "--python", str(PYTHON),
+             "--time-limit", "400",
              "--record", str(folder / "agree.json"), "--logs", str(folder)]  # fmt: skip
     status = cli.main(words)
     _, listed = read_measurements(folder / "agree.json")
