@@ -3,7 +3,7 @@
 """A stand-in for an interpreter that has vLLM: it answers the questions of `mla_kernels.serving` and does as told.
 
 Written as an executable by `install`; the environment variable FAKE_VLLM says how a run goes, by kv_cache_dtype:
-"auto=good fp8=hang". Ways: good, fail, hang, garbage, silent (no output file), wrong_backend, fewer (prompts).
+"auto=good fp8=hang". Ways: good, late, fail, hang, garbage, silent (no output file), wrong_backend, fewer (prompts).
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def main(words: list[str], changes: dict[str, object]) -> None:
     print("cores", os.environ.get("VLLM_CPU_OMP_THREADS_BIND"), flush=True)
     if way == "fail":
         sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    if way == "late":
+        time.sleep(1)
     if way == "hang":
         time.sleep(1000)
     if way == "silent":

@@ -201,6 +201,8 @@ def test_decode_and_agree(run: Any) -> None:
     assert status == 0
     assert (found[0]["kl_mean"], found[0]["logprob_difference_max"], found[0]["answers_equal"]) == (0.0, 0.0, 3)
     assert found[1]["logprob_difference_max"] == pytest.approx(0.01)
+    status, found, _ = run("agree", "--parallel", "2", ways="auto=late")  # which the other is compared with
+    assert (status, [row["kl_mean"] is None for row in found]) == (0, [False, False])
     status, found, _ = run("agree", ways="auto=fail")
     assert "the run that it is compared with has no result" in found[1]["reason"]
 

@@ -31,8 +31,13 @@ DEFAULTS = {
     "VLLM_LOGGING_COLOR": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-#: The same on a CPU: GiB of cache, where vLLM would take most of the memory, and no core kept free.
-CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+#: The same on a CPU: GiB of cache, where vLLM would take most of the memory; no core kept free; no engine in a process
+#: of its own, whose start takes a third of a short run.
+CPU_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 _PROBE = """
 import importlib.metadata as metadata, json, platform
 def version(*names):

@@ -456,6 +456,7 @@ def _run(
     kept = [row for row in old if not any(_replaces(row, job.key) for job in jobs)]
     by_label = {job.child.label: job for job in jobs}
     found: dict[str, list[dict[str, Any]]] = {}
+    all_ended: list[Ended] = []
 
     def write() -> None:
         new = [row for label in by_label for row in found.get(label, [])]
@@ -463,11 +464,14 @@ def _run(
         write_measurements(options.record, [*kept, *new], source)
 
     def done(ended: Ended) -> None:
-        made = by_label[ended.child.label].rows(ended)
-        found[ended.child.label] = [{**row, "at_once": min(options.parallel, len(jobs))} for row in made]
+        all_ended.append(ended)
+        # rows of an agreement also need the run that it is compared with, which may end later
+        for one in all_ended if options.what == "agree" else [ended]:
+            made = by_label[one.child.label].rows(one)
+            found[one.child.label] = [{**row, "at_once": min(options.parallel, len(jobs))} for row in made]
         write()
         now = datetime.datetime.now().strftime("%H:%M:%S")
-        for row in made:
+        for row in found[ended.child.label]:
             say(f"{now} {ended.seconds:6.1f} s  {_line(row)}")
 
     listed = [job.child for job in jobs]
