@@ -161,10 +161,7 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
     const Work w = sm.list.ring[item % kWorkSlots];
     if (w.row < 0) break;
     bits16::load_q<T>(p, w, sm);  // qualified: load.cuh has one, too
-    copy_async_commit();
-    copy_async_wait<0>();
-    fence_async_proxy();
-    warpgroup_sync(kScoresBarrier);
+    finish_copies(kScoresBarrier);
 
     LineState st = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
     const int line = w.line_tile * T::kLines + warp * 16 + g;

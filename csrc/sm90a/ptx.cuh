@@ -73,6 +73,14 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// All of a warpgroup's copies so far have landed, and its tensor cores may read them.
+__device__ __forceinline__ void finish_copies(int barrier) {
+  copy_async_commit();
+  copy_async_wait<0>();
+  fence_async_proxy();
+  warpgroup_sync(barrier);
+}
+
 // Predicated, not branched around: all warps of a warpgroup must meet at the same wgmma.
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x, bool really) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u32 [%0], %1;\n}" ::"r"(address), "r"(x),

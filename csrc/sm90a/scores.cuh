@@ -227,10 +227,7 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
     const Work w = sm.list.ring[item % kWorkSlots];
     if (w.row < 0) break;
     load_q<T>(p, w, sm);
-    copy_async_commit();
-    copy_async_wait<0>();
-    fence_async_proxy();
-    warpgroup_sync(kScoresBarrier);
+    finish_copies(kScoresBarrier);
 
     LineState st = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
     // Tokens that lines g and g + 8 may see, counted from the current step; all_see: those that every line sees.
