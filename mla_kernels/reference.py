@@ -219,8 +219,7 @@ def attention(
         raise ValueError(f"kv: expected [{b}, s, {d}] and {b} seq_lens, got {list(kv.shape)} and {len(lens)}")
     if max(lens, default=0) > kv.shape[1]:
         raise ValueError(f"seq_lens: expected at most the {kv.shape[1]} tokens of kv, got {max(lens)}")
-    each = isinstance(num_kv_splits, Sequence)
-    splits: list[int | Sequence[int] | None] = list(num_kv_splits) if each else [num_kv_splits] * b  # type: ignore
+    splits = [*num_kv_splits] if isinstance(num_kv_splits, Sequence) else [num_kv_splits] * b
     if len(splits) != b:
         raise ValueError(f"num_kv_splits: expected one number or {b}, got {len(splits)}")
     out = torch.zeros(b, s_q * h_q, D_V, dtype=torch.float64, device=q.device)

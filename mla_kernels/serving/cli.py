@@ -170,27 +170,11 @@ def _grid(options: argparse.Namespace) -> list[tuple[str, str]]:
     return list(options.cells or [(b, d) for b in options.backends for d in options.kv_cache_dtypes])
 
 
-def _engine_words(options: argparse.Namespace, backend: str, dtype: str, max_model_len: int, cards: int) -> list[str]:
-    words = [
-        "--kv-cache-dtype", dtype, "--max-model-len", str(max_model_len), "--tensor-parallel-size", str(options.tp),
-        "--seed", str(options.seed),
-    ]  # fmt: skip
-    if backend != "default":
-        words += ["--attention-backend", backend]
-    if options.gpu_memory_utilization:
-        words += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
-    if options.enforce_eager:
-        words.append("--enforce-eager")
-    if not cards:
-        words += ["--compilation-config", json.dumps(CPU_COMPILATION)]
-    return words
-
-
-def _engine(options: argparse.Namespace, backend: str, dtype: str, cards: int) -> dict[str, Any]:
-    """The same as keywords of vLLM's LLM."""
+def _engine(options: argparse.Namespace, backend: str, dtype: str, max_model_len: int, cards: int) -> dict[str, Any]:
+    """Keywords of vLLM's LLM."""
     engine: dict[str, Any] = {
-        "dtype": "bfloat16", "kv_cache_dtype": dtype, "max_model_len": options.max_model_len,
-        "tensor_parallel_size": options.tp, "seed": options.seed,
+        "kv_cache_dtype": dtype, "max_model_len": max_model_len, "tensor_parallel_size": options.tp,
+        "seed": options.seed,
     }  # fmt: skip
     if backend != "default":
         engine["attention_backend"] = backend
@@ -201,6 +185,16 @@ def _engine(options: argparse.Namespace, backend: str, dtype: str, cards: int) -
     if not cards:
         engine["compilation_config"] = CPU_COMPILATION
     return engine
+
+
+def _words(engine: Mapping[str, Any]) -> list[str]:
+    """The same as words of vLLM's command line."""
+    words = []
+    for name, value in engine.items():
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
 
 
 def _throughput_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: int, scratch: Path) -> list[Job]:
@@ -226,7 +220,7 @@ def _throughput_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards
             "--dataset-name", "random", "--random-input-len", str(options.input_len),
             "--random-output-len", str(options.output_len), "--num-prompts", str(options.prompts),
             "--output-json", str(output),
-            *_engine_words(options, backend, dtype, options.input_len + options.output_len, cards),
+            *_words(_engine(options, backend, dtype, options.input_len + options.output_len, cards)),
         ]  # fmt: skip
         if layers != all_layers:
             command += ["--hf-overrides", json.dumps({"num_hidden_layers": layers})]
@@ -277,7 +271,8 @@ def _eval_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: int,
     jobs = []
     for backend, dtype in _grid(options):
         label = _label("eval", Path(options.model).name, options.task, backend, dtype)
-        arguments = {"pretrained": model, **_engine(options, backend, dtype, cards)}
+        engine = _engine(options, backend, dtype, options.max_model_len, cards)
+        arguments = {"pretrained": model, "dtype": "bfloat16", **engine}
         asked = {
             **base, "model": options.model, "layers": layers, "task": options.task, "backend": backend,
             "kv_cache_dtype": dtype, "num_fewshot": options.num_fewshot, "limit": options.limit,
@@ -306,7 +301,7 @@ def _worker_jobs(options: argparse.Namespace, base: Mapping[str, Any], cards: in
     for backend, dtype in _grid(options):
         label = _label(options.what, Path(options.model).name, backend, dtype)
         output = scratch / f"{label}.json"
-        engine = _engine(options, backend, dtype, cards)
+        engine = {"dtype": "bfloat16", **_engine(options, backend, dtype, options.max_model_len, cards)}
         asked = {**base, "model": options.model, "layers": layers, "gpus": options.tp, "backend": backend,
                  "kv_cache_dtype": dtype}  # fmt: skip
         task: dict[str, Any] = {"what": options.what, "model": model, "engine": engine, "output": str(output)}
@@ -339,7 +334,8 @@ def _source(options: argparse.Namespace, words: Sequence[str], versions: Mapping
             cards: Sequence[Mapping[str, str]]) -> dict[str, Any]:  # fmt: skip
     names = [card["name"] for card in cards]
     ours = [name for name in os.environ if name.startswith("MLA_KERNELS_")]
-    told = {name: short_command([children.environment()[name]])[0] for name in (*children.defaults(), *ours)}
+    given = children.environment()
+    told = {name: short_command([given[name]])[0] for name in (*children.defaults(), *ours)}
     source = provenance(
         ["python", "-m", "mla_kernels.serving", *short_command(words)], gpu=names[0] if names else None,
         gpus=len(names), driver=cards[0].get("driver") if cards else None, python=versions["python"],

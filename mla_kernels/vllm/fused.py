@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["quantise_queries"]
+from mla_kernels.checks import D_NOPE, D_ROPE
 
-D_NOPE, D_ROPE = 512, 64
+__all__ = ["quantise_queries"]
 
 
 # Triton reads annotations as types of its own, so the two kernels have none but constexpr.
