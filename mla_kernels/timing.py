@@ -5,10 +5,11 @@
 Ratios are only fair inside one run on one machine, so all contestants are timed in turns. Times are microseconds.
 
 On a GPU a call is timed between two events on one stream, after a read of a buffer larger than L2 that leaves nothing
-of its inputs there. (After a write the call would also pay for writing back what that left in L2, 5 to 7 µs on an H200;
-what runs between two attention layers of a model mostly reads weights.) A call is captured into a CUDA graph where that
-works, so that its host time does not count; one that cannot be captured is queued behind a kernel that only waits, long
-enough for the host to have queued all of the call before the device comes to it. A row says which of the two it was.
+of its inputs there. (After a write the call would also pay for writing back what that left in L2, up to 7 µs on an
+H200; what runs between two attention layers of a model mostly reads weights.) A call is captured into a CUDA graph
+where that works, so that its host time does not count; one that cannot be captured is queued behind a kernel that only
+waits, long enough for the host to have queued all of the call before the device comes to it. A row says which of the
+two it was.
 """
 
 from __future__ import annotations
