@@ -20,6 +20,7 @@ inline constexpr int kStepTokens = 2 * kBlockN;                     // one maxim
 inline constexpr int kRopeStages = 3;                               // of the rope part, which only Q K^T needs
 inline constexpr int kPBuffers = 2;
 inline constexpr int kScaleBuffers = 4;
+inline constexpr int kRehearsalTiles = 4;               // two steps: see rehearse() in work.cuh
 inline constexpr int kWorkSlots = 8;                    // ring of work: the loader is at most 7 items ahead
 inline constexpr int kBlocksM = kDimNope / 2 / kRowsM;  // 4 blocks of 64 dims for each values warpgroup
 inline constexpr int kMostCtas = 144;                   // SMs of a whole GH100; the workspace is sized for it

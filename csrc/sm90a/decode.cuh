@@ -20,7 +20,8 @@
 //
 //   role                     waits for                             signals
 //   loader (warp 12)         kv_empty[stage], rope_empty[slot]     kv_full[stage] (TMA, or cp.async for small pages)
-//   scores (warps 0-3)       kv_full[stage], p_empty[buffer]       rope_empty[slot], p_full[buffer]
+//   q (warp 14, N = 64)      q_empty                               q_full (TMA; else the scores warps copy q)
+//   scores (warps 0-3)       q_full, kv_full[stage], p_empty[..]   q_empty, rope_empty[slot], p_full[buffer]
 //   values (warps 4-7, 8-11) kv_full[stage], p_full[buffer]        kv_empty[stage], p_empty[buffer]
 //                            each has 256 of the 512 dims
 // kv_empty comes after p_full, so it covers K, too.
@@ -43,10 +44,16 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& sm = *reinterpret_cast<typename T::SharedStorage*>(shared);
   if (threadIdx.x / 32 == 3 * kWarpgroup / 32) {
-    start_list(p, sm.list);
-    publish_next(p, sm.list, 0);
+    if (blockIdx.x == static_cast<unsigned>(p.workers)) {
+      rehearse(p, sm.list);
+    } else {
+      start_list(p, sm.list);
+      publish_next(p, sm.list, 0);
+    }
   }
   if (threadIdx.x == 0) {
+    barrier_init(&sm.q_full, 1);   // the q loader
+    barrier_init(&sm.q_empty, 4);  // warps of scores
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(&sm.kv_full[i], 1);   // the loader
       barrier_init(&sm.kv_empty[i], 8);  // warps of values
@@ -77,6 +84,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
       loader_role<T>(p, sm);
     } else if (threadIdx.x < 3 * kWarpgroup + 64 && blockIdx.x == 0 && p.any_split != nullptr) {
       write_plan(p, sm.list.share);
+    } else if (T::N == kRowsM && p.q_tma && threadIdx.x / 32 == 3 * kWarpgroup / 32 + 2) {
+      q_role<T>(p, sm);
     }
   }
 }

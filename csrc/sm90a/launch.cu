@@ -119,8 +119,20 @@ void encode(CUtensorMap* map, const char* name, const void* address, const cuuin
                                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (r != CUDA_SUCCESS)
-    throw std::invalid_argument(std::string("kv_cache: the driver refuses a tensor map of its ") + name +
-                                " part, CUresult " + std::to_string(static_cast<int>(r)));
+    throw std::invalid_argument(std::string(name) + ": the driver refuses a tensor map of it, CUresult " +
+                                std::to_string(static_cast<int>(r)));
+}
+
+// Of e4m3, 64 tokens a box: [outer][4 chunks][tokens][128 B] and [outer][tokens][64 B].
+void encode_nope(CUtensorMap* map, const char* name, const void* address, cuuint64_t tokens, cuuint64_t token,
+                 cuuint64_t outer, cuuint64_t outer_stride) {
+  encode<4>(map, name, address, {kChunkBytes, tokens, kChunks, outer}, {token, kChunkBytes, outer_stride},
+            {kChunkBytes, kBlockN, kChunks, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+void encode_rope(CUtensorMap* map, const char* name, const void* address, cuuint64_t tokens, cuuint64_t token,
+                 cuuint64_t outer, cuuint64_t outer_stride) {
+  encode<3>(map, name, address, {kDimRope, tokens, outer}, {token, outer_stride}, {kDimRope, kBlockN, 1},
+            CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 void encode_cache(KernelParams& p) {
@@ -129,15 +141,36 @@ void encode_cache(KernelParams& p) {
   const auto page = static_cast<cuuint64_t>(d.kv_page_stride * element_bytes(d));
   const auto token = static_cast<cuuint64_t>(d.kv_token_stride * element_bytes(d));
   if (wide(d)) {
-    encode<4>(&p.kv_nope, "nope and rope", d.kv_cache, {kChunkBytes / 2, tokens, kDim * 2 / kChunkBytes, pages},
+    encode<4>(&p.kv_nope, "kv_cache", d.kv_cache, {kChunkBytes / 2, tokens, kDim * 2 / kChunkBytes, pages},
               {token, kChunkBytes, page}, {kChunkBytes / 2, kBlockN, 1, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT16,
               CU_TENSOR_MAP_SWIZZLE_128B);
     return;
   }
-  encode<4>(&p.kv_nope, "nope", d.kv_cache, {kChunkBytes, tokens, kChunks, pages}, {token, kChunkBytes, page},
-            {kChunkBytes, kBlockN, kChunks, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B);
-  encode<3>(&p.kv_rope, "rope", static_cast<const uint8_t*>(d.kv_cache) + kDimNope, {kDimRope, tokens, pages},
-            {token, page}, {kDimRope, kBlockN, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B);
+  encode_nope(&p.kv_nope, "kv_cache", d.kv_cache, tokens, token, pages, page);
+  encode_rope(&p.kv_rope, "kv_cache", static_cast<const uint8_t*>(d.kv_cache) + kDimNope, tokens, token, pages, page);
+}
+
+// Whether the lines of a row lie at equal distances: then it is returned, else 0.
+int64_t line_stride(const DecodeParams& d, const int64_t (&stride)[3]) {
+  if (d.h_q == 1) return stride[1];
+  return d.s_q == 1 || stride[1] == d.h_q * stride[2] ? stride[2] : 0;
+}
+
+// For e4m3: false where q cannot be loaded by TMA.
+bool encode_q(KernelParams& p) {
+  const DecodeParams& d = p.d;
+  const auto nope = static_cast<cuuint64_t>(line_stride(d, d.q_nope_stride));
+  const auto rope = static_cast<cuuint64_t>(line_stride(d, d.q_pe_stride));
+  const auto lines = static_cast<cuuint64_t>(p.lines), rows = static_cast<cuuint64_t>(d.b);
+  // A single row is nowhere stepped over.
+  const auto nope_row = rows == 1 ? nope : static_cast<cuuint64_t>(d.q_nope_stride[0]);
+  const auto rope_row = rows == 1 ? rope : static_cast<cuuint64_t>(d.q_pe_stride[0]);
+  if (!p.q_aligned) return false;
+  for (const cuuint64_t stride : {nope, rope, nope_row, rope_row})
+    if (stride == 0 || stride >> 40 != 0) return false;
+  encode_nope(&p.q_nope, "q_nope", d.q_nope, lines, nope, rows, nope_row);
+  encode_rope(&p.q_rope, "q_pe", d.q_pe, lines, rope, rows, rope_row);
+  return true;
 }
 
 template <int N>
@@ -201,10 +234,15 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const int64_t splits = x.bytes == 0 ? 1 : params.num_kv_splits > 0 ? params.num_kv_splits : kMaxSplits;
-  p.m = machine(std::min(sms, kMostCtas), (x.lines + n - 1) / n, n, wide(params));
+  const int line_tiles = (x.lines + n - 1) / n;
+  // In a small batch one SM is left to the rehearsal.
+  const bool rehearse = !wide(params) && int64_t{params.b} * line_tiles <= sms / 2;
+  p.m = machine(std::min(sms, kMostCtas) - rehearse, line_tiles, n, wide(params));
+  p.q_tma = !wide(params) && n == kRowsM && encode_q(p);
   const int64_t pieces = params.b * std::min<int64_t>(splits, num_tiles(x.capacity));
   const int64_t most = std::max<int64_t>(1, pieces * p.m.line_tiles);
-  const int ctas = static_cast<int>(std::min<int64_t>(most, p.m.ctas));
+  p.workers = static_cast<int>(std::min<int64_t>(most, p.m.ctas));
+  const int ctas = p.workers + rehearse;
   if (params.dtype == DType::kBF16) {
     decode16<__nv_bfloat16>(p, tma, ctas, stream);
   } else if (params.dtype == DType::kFP16) {

@@ -58,6 +58,12 @@ __device__ __forceinline__ void gather_tile(const KernelParams& p, typename T::S
 // The loader warp: lists the work, loads its tiles.
 template <class T>
 __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::SharedStorage& s) {
+  if (blockIdx.x == static_cast<unsigned>(p.workers)) {
+    // The rehearsal's tiles: whatever is there.
+    if ((threadIdx.x & 31) < kRehearsalTiles) barrier_arrive(&s.kv_full[threadIdx.x & 31]);
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    return;
+  }
   int stage = 0, rope = 0, previous = -1;
   uint32_t phase = 1, rope_phase = 1;  // the first round finds all stages empty
   for (int item = 0;; ++item) {
@@ -116,6 +122,25 @@ __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::S
     fence_async_proxy();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(&s.kv_full[previous]);
+  }
+}
+
+// q of each work item by TMA, by one warp. With fewer than 64 lines the copies of the scores warps are faster.
+template <class T>
+__device__ __forceinline__ void q_role(const KernelParams& p, typename T::SharedStorage& s) {
+  const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  for (int item = 0;; ++item) {
+    // Scores that are done with item - 1 have seen its first tile, and this slot was written before that.
+    if (item > 0) barrier_wait(&s.q_empty, (item - 1) & 1);
+    const Work& w = s.list.ring[item % kWorkSlots];
+    const int row = w.row, line = w.line_tile * T::N;
+    if (row < 0) break;
+    if (cute::elect_one_sync()) {
+      barrier_expect(&s.q_full, kTileBytes);  // lines past the last one are written, too: as zeros
+      cute::SM90_TMA_LOAD_4D::copy(&p.q_nope, &s.q_full, hint, s.q, 0, line, 0, row);
+      cute::SM90_TMA_LOAD_3D::copy(&p.q_rope, &s.q_full, hint, s.q + kNopeTileBytes, 0, line, row);
+    }
+    __syncwarp();
   }
 }
 

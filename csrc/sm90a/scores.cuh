@@ -226,8 +226,12 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
   for (int item = 0;; ++item) {
     const Work w = sm.list.ring[item % kWorkSlots];
     if (w.row < 0) break;
-    load_q<T>(p, w, sm);
-    finish_copies(kScoresBarrier);
+    if (T::N == kRowsM && p.q_tma) {
+      barrier_wait(&sm.q_full, item & 1);
+    } else {
+      load_q<T>(p, w, sm);
+      finish_copies(kScoresBarrier);
+    }
 
     LineState st = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
     // Tokens that lines g and g + 8 may see, counted from the current step; all_see: those that every line sees.
@@ -246,7 +250,8 @@ __device__ __forceinline__ void scores_role(const KernelParams& p, typename T::S
       cute::warpgroup_wait<0>();
       fence_registers(s[0]);
       fence_registers(s[1]);
-      // K's rope part has been read.
+      // K's rope part has been read, with the last step q, too.
+      if (left <= 2 && lane == 0) barrier_arrive(&sm.q_empty);
       if (lane == 0) barrier_arrive(&sm.rope_empty[rope_done]);
       if (++rope_done == kRopeStages) rope_done = 0;
       if (two) {

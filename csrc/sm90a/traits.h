@@ -19,6 +19,8 @@ struct KernelParams {
   CUtensorMap kv_nope;  // [num_blocks][4 chunks][page_size][128 B], 128-byte swizzle, box 64 tokens x 4 chunks; for
                         // bf16 and fp16 nine chunks, rope included, box 64 tokens x 1 chunk
   CUtensorMap kv_rope;  // [num_blocks][page_size][64 B], 64-byte swizzle, box 64 tokens
+  CUtensorMap q_nope;   // e4m3: the same of q, with rows of the batch as pages and lines as tokens
+  CUtensorMap q_rope;
   DecodeParams d;
   const float* q_scale;  // device, one float each, or null: factors of d.logit_scale, and of d.out_scale
   const float* kv_scale;
@@ -32,7 +34,9 @@ struct KernelParams {
   uint32_t per_head;  // ceil(2^20 / h_q): see line_place()
   Machine m;
   int capacity;    // tokens a row of block_table can hold
-  bool q_aligned;  // q can be copied in pieces of 16 bytes
+  int workers;     // CTAs with a list of work; one more in the grid rehearses
+  bool q_tma;      // q_nope and q_rope are there
+  bool q_aligned;  // else: q can be copied in pieces of 16 bytes
 };
 
 // One piece of work: lines of one line tile against some or all tokens of one row.
@@ -81,6 +85,8 @@ struct Traits {
     alignas(16) float alpha[kPBuffers][N];                // rescale of O for this step, order of column_slot()
     alignas(16) float final_scale[kScaleBuffers][N];      // valid with the last step: scale / row sum
     WorkList list;
+    alignas(8) uint64_t q_full;                   // q of an item is there (by TMA)
+    alignas(8) uint64_t q_empty;                  // scores are done with it
     alignas(8) uint64_t kv_full[kStages];         // the tokens of the stage are there, with their rope part
     alignas(8) uint64_t kv_empty[kStages];        // both values warpgroups are done with them
     alignas(8) uint64_t rope_empty[kRopeStages];  // scores are done with the rope part
