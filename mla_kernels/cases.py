@@ -38,6 +38,7 @@ __all__ = [
     "captured_inputs",
     "draw",
     "inputs_from",
+    "logit_bound",
     "make_inputs",
     "run_case",
     "select",
@@ -302,6 +303,25 @@ def _page(
         block.flatten(0, 1)[:n] = source[i, :n]
         view[ids] = block
     return view.view(stored.dtype), table
+
+
+def logit_bound(inputs: Inputs) -> float:
+    """Bound on the error of a logit on a Hopper GPU: q · k stays in the tensor core's accumulator for all its steps.
+
+    e4m3: each of 18 steps of 32 dims aligns its products and the sum so far to the largest of them and cuts at 2⁻¹³ of
+    that (csrc/sm90a/DESIGN.md). So a logit is off by at most 18 · 2⁻¹³ of the largest running sum or product. bf16 and
+    fp16: 36 steps of 16 dims, cut at 2⁻²³ (two bits for the carry taken off).
+    """
+    bits = 18 * 2.0**-13 if inputs.q_stored.dtype == DTYPES["e4m3"] else 36 * 2.0**-21
+    worst = 0.0
+    for row, length in enumerate(inputs.seq_lens.tolist()):
+        q = inputs.q_stored[row].double().reshape(-1, 18, 32)
+        for start in range(0, length, 4096):
+            k = inputs.kv_stored[row, start : min(start + 4096, length)].double().reshape(-1, 18, 32)
+            running = torch.einsum("lsd,tsd->lts", q, k).cumsum(-1)
+            product = q.abs().amax((0, 1, 2)) * k.abs().amax((0, 1, 2))
+            worst = max(worst, float(running.abs().max()), float(product))
+    return bits * worst * inputs.sm_scale * inputs.q_scale * inputs.kv_scale
 
 
 def run_case(

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 
 from mla_kernels import build, metrics, plots
-from mla_kernels.cases import DTYPES, Case, Results, inputs_from, make_inputs, run_case, select
+from mla_kernels.cases import DTYPES, Case, Results, inputs_from, logit_bound, make_inputs, run_case, select
 from mla_kernels.checks import CUDA_INPUT_DTYPES
 from mla_kernels.formats import FORMATS, decode, encode, round_to
 from mla_kernels.model import Comparison, Model
@@ -86,7 +86,8 @@ def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequen
     """Every case of a group through kernel and references: a row a case, with the budget that it must meet.
 
     Columns: case, dtype, distribution, b, s_q, h_q, longest, nonfinite, implementation_error, budget, format_error,
-    stage_error, total_error, lse_error (largest absolute difference to the format reference's lse).
+    stage_error, total_error, lse_error (largest absolute difference to the format reference's lse), lse_stage_error
+    (to the stage's) and its lse_budget: 1e-4, on a GPU with `cases.logit_bound` on top.
     """
     chosen = {case.name: case for case in select(group)}
     for name in names:
@@ -97,7 +98,8 @@ def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequen
             )
     rows = []
     for case in [chosen[name] for name in names] or [case for case in chosen.values() if _has_kernel(case, device)]:
-        result = run_case(case, mla_decode, device)
+        given = make_inputs(case, device)
+        result = run_case(given, mla_decode)
         assert result.kernel is not None
         assert result.kernel_lse is not None
         relative = result.split.relative()
@@ -117,6 +119,8 @@ def case_table(group: str = "correctness", *, device: str = "cpu", names: Sequen
                 "stage_error": relative["stage"],
                 "total_error": relative["total"],
                 "lse_error": metrics.max_abs_error(result.kernel_lse, result.format_lse),
+                "lse_stage_error": metrics.max_abs_error(result.kernel_lse, result.stage_lse),
+                "lse_budget": 1e-4 + (logit_bound(given) if given.q_stored.is_cuda else 0.0),
             }
         )
     return pd.DataFrame(rows)
@@ -319,8 +323,16 @@ def accumulator_loop_table(fraction_bits: int = 13, *, longest: int = 131072, se
     return pd.DataFrame(rows)
 
 
-def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0, device: str = "cpu") -> pd.DataFrame:
-    """One row alone, then among b − 1 others of other lengths: does its answer change?  Automatic plan.
+def batch_table(
+    batches: Sequence[int],
+    *,
+    h_q: int,
+    seq_len: int,
+    num_kv_splits: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> pd.DataFrame:
+    """One row alone, then among b − 1 others of other lengths: does its answer change?
 
     Columns: b, splits (of row 0), same_bits (row 0 equals its answer at the smallest batch, bit for bit),
     relative_error (row 0 against the oracle).
@@ -332,7 +344,7 @@ def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0
     for b in sorted(batches):
         inputs = inputs_from(
             widest.q[:b].to(device), widest.kv[:b, : max(lens[:b])].to(device), lens[:b],
-            q_scale=widest.q_scale, kv_scale=widest.kv_scale, num_kv_splits=None, seed=seed + b,
+            q_scale=widest.q_scale, kv_scale=widest.kv_scale, num_kv_splits=num_kv_splits, seed=seed + b,
         )  # fmt: skip
         out, lse = mla_decode(**inputs.args)
         answer = (out[0].clone(), lse[0].clone())
@@ -340,7 +352,7 @@ def batch_table(batches: Sequence[int], *, h_q: int, seq_len: int, seed: int = 0
         rows.append(
             {
                 "b": b,
-                "splits": len(split_plan([seq_len])[0]) - 1,
+                "splits": len(split_plan([seq_len], num_kv_splits)[0]) - 1,
                 "same_bits": all(
                     torch.equal(a.view(torch.uint8), c.view(torch.uint8)) for a, c in zip(answer, first, strict=True)
                 ),

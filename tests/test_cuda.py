@@ -17,7 +17,18 @@ from hostile import same_bits
 from torch import Tensor
 
 from mla_kernels import _selftest, build, checks, ops, studies, toolchain
-from mla_kernels.cases import CASES, SM_SCALE, Case, Inputs, inputs_from, make_inputs, run_case, select, splits_of
+from mla_kernels.cases import (
+    CASES,
+    SM_SCALE,
+    Case,
+    Inputs,
+    inputs_from,
+    logit_bound,
+    make_inputs,
+    run_case,
+    select,
+    splits_of,
+)
 from mla_kernels.metrics import gain_minus_1, max_abs_error, relative_error
 from mla_kernels.reference import KERNEL, Accumulator, attention
 
@@ -185,25 +196,6 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return same_bits(a[0], b[0]) and same_bits(a[1], b[1])
 
 
-def logit_cut(case: Inputs) -> float:
-    """Bound on the error of a logit: q · k stays in the tensor core's accumulator for all its steps.
-
-    e4m3: each of 18 steps of 32 dims aligns its products and the sum so far to the largest of them and cuts at 2⁻¹³ of
-    that (csrc/sm90a/DESIGN.md). So a logit is off by at most 18 · 2⁻¹³ of the largest running sum or product. bf16 and
-    fp16: 36 steps of 16 dims, cut at 2⁻²³ (two bits for the carry taken off).
-    """
-    bits = 18 * 2.0**-13 if case.q_stored.dtype == E4M3 else 36 * 2.0**-21
-    worst = 0.0
-    for row, length in enumerate(case.seq_lens.tolist()):
-        q = case.q_stored[row].double().reshape(-1, 18, 32)
-        for start in range(0, length, 4096):
-            k = case.kv_stored[row, start : min(start + 4096, length)].double().reshape(-1, 18, 32)
-            running = torch.einsum("lsd,tsd->lts", q, k).cumsum(-1)
-            product = q.abs().amax((0, 1, 2)) * k.abs().amax((0, 1, 2))
-            worst = max(worst, float(running.abs().max()), float(product))
-    return bits * worst * case.sm_scale * case.q_scale * case.kv_scale
-
-
 @on_gpu
 @pytest.mark.parametrize("case", [c for c in CASES if c.group in ("correctness", "corner")], ids=lambda case: case.name)
 def test_kernel_matches_stage(case: Case) -> None:
@@ -219,7 +211,7 @@ def test_kernel_matches_stage(case: Case) -> None:
         return
     assert results.kernel is not None
     assert results.kernel_lse is not None
-    cut = logit_cut(given)
+    cut = logit_bound(given)
     assert float((results.kernel_lse.double() - results.stage_lse)[~empty].abs().max()) <= cut + 1e-4
     assert relative_error(results.kernel, results.stage) <= 1e-2 + math.expm1(min(cut, 5.0))
 

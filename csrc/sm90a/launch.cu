@@ -34,6 +34,9 @@ int capacity(const DecodeParams& d) {
 int64_t element_bytes(const DecodeParams& d) { return d.dtype == DType::kE4M3 ? 1 : 2; }
 bool wide(const DecodeParams& d) { return d.dtype != DType::kE4M3; }
 
+// Whether one SM is left to a CTA that rehearses (work.cuh): for e4m3, in a small batch.
+bool rehearses(int64_t b, int line_tiles, bool wide, int sms) { return !wide && sms > 1 && b * line_tiles <= sms / 2; }
+
 // Where things lie in the workspace; bytes is 0 where no row can have two splits.
 struct Layout {
   int lines, capacity;
@@ -197,8 +200,10 @@ int plan_share(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool 
     x.longest = std::max(x.longest, tiles);
     x.rows += tiles > 0;
   }
-  const int n = lines_a_tile(lines, wide, gathered);
-  return plan_share(x, machine(std::min(sms, kMostCtas), (lines + n - 1) / n, n, wide));
+  const int n = lines_a_tile(lines, wide, gathered), line_tiles = (lines + n - 1) / n;
+  const int workers =
+      std::min(sms, kMostCtas) - rehearses(static_cast<int64_t>(seq_lens.size()), line_tiles, wide, sms);
+  return plan_share(x, machine(workers, line_tiles, n, wide));
 }
 
 size_t workspace_bytes(const DecodeParams& params) { return layout(params).bytes; }
@@ -235,14 +240,13 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const int64_t splits = x.bytes == 0 ? 1 : params.num_kv_splits > 0 ? params.num_kv_splits : kMaxSplits;
   const int line_tiles = (x.lines + n - 1) / n;
-  // In a small batch one SM is left to the rehearsal.
-  const bool rehearse = !wide(params) && int64_t{params.b} * line_tiles <= sms / 2;
-  p.m = machine(std::min(sms, kMostCtas) - rehearse, line_tiles, n, wide(params));
+  const bool rehearsal = rehearses(params.b, line_tiles, wide(params), sms);
+  p.m = machine(std::min(sms, kMostCtas) - rehearsal, line_tiles, n, wide(params));
   p.q_tma = !wide(params) && n == kRowsM && encode_q(p);
   const int64_t pieces = params.b * std::min<int64_t>(splits, num_tiles(x.capacity));
   const int64_t most = std::max<int64_t>(1, pieces * p.m.line_tiles);
   p.workers = static_cast<int>(std::min<int64_t>(most, p.m.ctas));
-  const int ctas = p.workers + rehearse;
+  const int ctas = p.workers + rehearsal;
   if (params.dtype == DType::kBF16) {
     decode16<__nv_bfloat16>(p, tma, ctas, stream);
   } else if (params.dtype == DType::kFP16) {
