@@ -115,7 +115,7 @@ def test_without_cuobjdump_instructions_are_missing_and_said_so(
     table, origin = inspection.kernels_here_or_recorded(built(tmp_path, log()))
     assert "fp8_mma" not in table
     assert table["registers"].tolist() == [255, 24]
-    assert origin == f"compiled here, not run; instructions are not counted: {inspection.NO_CUOBJDUMP}"
+    assert origin == f"compiled here; instructions are not counted: {inspection.NO_CUOBJDUMP}"
     assert inspection.NO_CUOBJDUMP == "no cuobjdump: python -m pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
 

@@ -25,6 +25,7 @@
 //   values (warps 4-7, 8-11) kv_full[stage], p_full[buffer]        kv_empty[stage], p_empty[buffer]
 //                            each has 256 of the 512 dims
 // kv_empty comes after p_full, so it covers K, too.
+// One CTA more than those that work may run a step on nothing, so that the code is in L2: rehearse() in work.cuh.
 //
 // Shared memory is the scarcest: by ncu its pipe is busy 59 % of the time at 64 lines. Q K^T takes 576 of its
 // cycles a tile, P 256, the fragments of V 256, TMA 288.

@@ -3,7 +3,7 @@
 //
 // Which work a CTA does. Without shares (plan.h) the items of a batch are numbered row by row, in a row split by split,
 // in a split line tile by line tile (neighbours then read the same tokens at the same time), and CTA c takes items
-// c, c + gridDim.x, ... With shares, CTA c takes line tile c % line_tiles of share c / line_tiles: an item for each row
+// c, c + workers, ... With shares, CTA c takes line tile c % line_tiles of share c / line_tiles: an item for each row
 // that it touches. The loader warp works the list out from seq_lens and leaves it in a ring in shared memory: nothing
 // about lengths is decided on the host. Slot n + 1 is written before the first tile of item n is loaded, so whoever has
 // seen that tile sees it.
