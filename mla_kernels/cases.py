@@ -66,7 +66,7 @@ class Distribution:
 
 
 def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator, device=generator.device)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device=generator.device)
 
 
 def _shifted_mean(generator: torch.Generator, n: int) -> torch.Tensor:

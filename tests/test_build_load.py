@@ -18,7 +18,7 @@ import pytest
 import torch
 from build_stubs import ODD, Site, child, finish, write_torch_tree
 
-from mla_kernels import build, toolchain
+from mla_kernels import _selftest, build, toolchain
 
 LOAD = """
     from pathlib import Path
@@ -230,6 +230,17 @@ def test_self_test_finds_each_fault() -> None:
 
 
 # The real library
+
+
+def test_self_test_has_its_own_dtype_and_device(cpu_build: build.Built) -> None:
+    build.load(cpu_build)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as an engine does while it makes a model
+    try:
+        with torch.device("meta"):
+            assert _selftest.self_test(("cpu",), {}) == []
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_real_library_is_loaded(cpu_build: build.Built) -> None:
