@@ -160,6 +160,29 @@ def test_append_keeps_rows_of_the_same_machine_and_replaces_repeated_ones(run: A
     assert len(source["runs"]) == 2
 
 
+def test_rows_say_how_they_were_made_and_other_flags_replace_nothing(run: Any) -> None:
+    run(*SMALL, "--cells", "CUTLASS_MLA:fp8", "--commit", "a" * 40)
+    _, found, source = run(
+        *SMALL, "--cells", "CUTLASS_MLA:fp8", "--commit", "b" * 40, "--append", "--enforce-eager", "--seed", "1",
+        "--extra=--max-cudagraph-capture-size  1024", "--gpu-memory-utilization", "0.5",
+    )  # fmt: skip
+    assert [(row["flags"], row["gpu_memory_utilization"], row["commit"][0]) for row in found] == [
+        (None, None, "a"),
+        ("--seed 1 --enforce-eager --max-cudagraph-capture-size 1024", 0.5, "b"),
+    ]
+    assert [one["commit"][0] for one in source["runs"]] == ["a", "b"]
+    _, found, _ = run(*SMALL, "--cells", "CUTLASS_MLA:fp8", "--commit", "c" * 40, "--append")
+    assert [row["commit"][0] for row in found] == ["b", "c"]  # the same run again
+
+
+def test_append_refuses_another_environment(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    run(*SMALL)
+    monkeypatch.setenv("MLA_KERNELS_VLLM", "0")  # CUTLASS_MLA would be vLLM's own
+    with pytest.raises(SystemExit):
+        run(*SMALL, "--append")
+    assert "append: out.json has environment {" in capsys.readouterr().err
+
+
 def test_append_refuses_another_machine(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     run(*SMALL)
     monkeypatch.setattr(children, "gpus", lambda: [{**CARDS[0], "name": "NVIDIA B200"}])
@@ -176,6 +199,7 @@ def test_eval_has_both_filters_with_their_errors(run: Any) -> None:
     assert all((row["n"], row["exact_match"], row["stderr"]) == (1000, 0.7, 0.0145) for row in found)
     assert {row["task"] for row in found} == {"gsm_tiny"}
     assert found[0]["kv_cache_bytes_per_token_layer"] == pytest.approx(1152, rel=1e-3)
+    assert '"pretrained": "data/tiny-mla"' in found[0]["command"]  # no folder of the machine
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mla_kernels.serving import children, tables
 
 SHAPE = {"engine": "vllm", "prompts": 1000, "input_len": 8192, "output_len": 1024, "expert_parallel": False}
 LITE = {**SHAPE, "model": "deepseek-v2-lite, dummy weights", "layers": 27, "of_layers": 27, "gpus": 1}
-V2 = {**SHAPE, "model": "deepseek-v2, dummy weights", "layers": 60, "of_layers": 60, "gpus": 4}
+V2 = {**SHAPE, "model": "deepseek-v2, dummy weights", "layers": 60, "of_layers": 60, "gpus": 4, "expert_parallel": True}
 SIZES = {"auto": 1152.1, "fp8": 576.1}
 
 
@@ -148,6 +148,101 @@ def test_ratios_stay_inside_a_run(tmp_path: Path) -> None:
     assert len(ours) == 3
 
 
+OTHER_RUNS = [
+    {"commit": "b" * 40},
+    {"commit": "a" * 40 + "-dirty"},
+    {"flags": "--max-cudagraph-capture-size 1024"},
+    {"gpu_memory_utilization": 0.5},
+    {"at_once": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [*OTHER_RUNS, {"prompts": 512}, {"input_len": 4096}, {"layers": 8}, {"gpus": 2}, {"expert_parallel": True}],
+    ids=str,
+)
+def test_rows_of_two_runs_are_never_divided(other: dict[str, Any], tmp_path: Path, nothing: tables.Results) -> None:
+    """Whatever tells runs apart, a ratio has both of its rows of one; the older pair beside it still counts."""
+    first = served("CUTLASS_MLA", "auto", 5.0, at_once=1)
+    others = [("CUTLASS_MLA", "fp8"), ("FLASHMLA", "fp8"), ("FLASH_ATTN_MLA", "auto")]
+    mixed = [first, *(served(backend, dtype, 9.0, **{"at_once": 1, **other}) for backend, dtype in others)]
+    inside = {"CUTLASS_MLA fp8 / FLASHMLA fp8": 1.0, "CUTLASS_MLA fp8 / FLASH_ATTN_MLA auto": 1.0}
+    gpu = results(tmp_path, serving=mixed)
+    found = tables.ratio_table(tables.throughput_table(gpu))
+    assert dict(zip(found["what"], found["times"], strict=True)) == inside
+    assert verdicts(gpu, nothing)["fp8_over_auto"] == "not recorded yet"
+    gpu = results(tmp_path, serving=[*mixed, served("CUTLASS_MLA", "fp8", 5.6, at_once=1)])
+    found = tables.ratio_table(tables.throughput_table(gpu))
+    assert found[found["what"] == "CUTLASS_MLA: fp8 / auto"]["times"].tolist() == [pytest.approx(1.12)]
+    assert tables.bars(gpu, nothing).set_index("name")["found"]["fp8_over_auto"] == "1.120 times (1000 prompts)"
+
+
+def test_of_several_runs_the_latest_gives_the_verdict_and_all_are_shown(
+    tmp_path: Path, nothing: tables.Results
+) -> None:
+    later = {"commit": "b" * 40, "flags": "--x 1"}
+    gpu = results(tmp_path, serving=[*pair(5.0, 6.0), *pair(5.0, 5.5, **later), *pair(5.0, 9.0, prompts=512)])
+    bar = tables.bars(gpu, nothing).set_index("name").loc["fp8_over_auto"]
+    assert (bar["found"], bar["verdict"], bar["where"]) == (
+        "1.100 times (1000 prompts, --x 1), 1.200 times (1000 prompts), 1.800 times (512 prompts)",
+        "not met", "recorded, NVIDIA H200",
+    )  # fmt: skip
+    throughput = tables.throughput_table(gpu)
+    names = [t.get_text() for a in plots_serving.throughput(throughput, title="t").axes for t in a.get_yticklabels()]
+    assert len(names) == 3  # a pair of bars each
+    assert "CUTLASS_MLA, commit aaaaaaaaaaaa" in names[0]
+    assert names[1].endswith("CUTLASS_MLA, commit bbbbbbbbbbbb\n--x 1")
+    ratios = plots_serving.ratios(tables.ratio_table(throughput), title="t").axes[0]
+    assert len({t.get_text() for t in ratios.get_yticklabels()}) == 3
+
+
+def test_a_row_without_a_commit_in_a_file_of_several_has_no_ratio(tmp_path: Path) -> None:
+    runs = [{"commit": "a" * 40, "command": "x"}, {"commit": "b" * 40, "command": "y"}]
+    write_measurements(tmp_path / "serving.json", pair(5.0, 9.0), {"gpu": "NVIDIA H200", "runs": runs})
+    write_measurements(tmp_path / "eval.json", SCORED, {"gpu": "NVIDIA H200", "runs": runs})
+    found = tables.read(tmp_path)
+    assert {row["commit"] for row in found.of("serving.json")} == {"unknown"}
+    assert tables.ratio_table(tables.throughput_table(found)).empty
+    assert tables.eval_table(found)["from_auto_in_stderr"].isna().all()
+
+
+@pytest.mark.parametrize("other", [*OTHER_RUNS, {"n": 250}, {"version": "1"}, {"num_fewshot": 5}], ids=str)
+def test_scores_of_two_runs_are_not_set_against_each_other(
+    other: dict[str, Any], tmp_path: Path, nothing: tables.Results
+) -> None:
+    """Nor those of other problems; how much memory a run had, and what ran beside it, changes no answer."""
+    gpu = results(tmp_path, eval=[*SCORED[:2], *({**row, **other} for row in SCORED[2:])])
+    free = set(other) <= {"gpu_memory_utilization", "at_once"}
+    away = tables.eval_table(gpu)["from_auto_in_stderr"]
+    assert away[2:].notna().all() if free else away[2:].isna().all()
+    assert verdicts(gpu, nothing)["exact_match_gpu"] == ("met" if free else "not recorded yet")
+
+
+def test_one_filter_does_not_show_the_bar_of_both(tmp_path: Path, nothing: tables.Results) -> None:
+    twice = [{**row, "filter": "strict-match"} for row in SCORED]
+    assert verdicts(results(tmp_path, eval=twice), nothing)["exact_match_gpu"] == "not recorded yet"
+
+
+@pytest.mark.parametrize("other", [*OTHER_RUNS, {"batch": 4}, {"output_len": 64}], ids=str)
+def test_decoding_of_two_runs_is_not_divided(other: dict[str, Any], tmp_path: Path, nothing: tables.Results) -> None:
+    row = {"engine": "vllm", "model": "m", "batch": 8, "context": 1983, "output_len": 32, "backend": "CUTLASS_MLA"}
+    rows = [
+        {**row, "kv_cache_dtype": "auto", "decode_tokens_per_s": 1.0},
+        {**row, **other, "kv_cache_dtype": "fp8", "decode_tokens_per_s": 2.0},
+    ]
+    assert verdicts(nothing, results(tmp_path, serving=rows))["cpu_decode"] == "not recorded yet"
+
+
+@pytest.mark.parametrize("other", OTHER_RUNS, ids=str)
+def test_profiles_of_two_runs_are_not_added_up(other: dict[str, Any], tmp_path: Path) -> None:
+    table = tables.profile_table(results(tmp_path, profile=[*PROFILED, *({**row, **other} for row in PROFILED)]))
+    times = tables.profile_times(table).set_index("class")
+    assert times.shape == (3, 2)
+    assert set(times.loc["MoE"]) == {2900.0}
+    assert len(plots_serving.profile(table, title="t").axes[0].get_yticks()) == 2
+
+
 def test_rows_of_other_engines_are_left_out_and_bare_rows_found(tmp_path: Path) -> None:
     assert tables.read("cpu").of("eval.json") == []
     gpu = results(tmp_path, serving=[*SERVED, {**SHAPE, "backend": "B", "kv_cache_dtype": "auto"}])
@@ -208,10 +303,28 @@ def test_prose_of_the_notebook_is_what_the_files_say() -> None:
         (512, "CUTLASS_MLA fp8 / FLASHMLA fp8"): 1.081,
         (512, "CUTLASS_MLA fp8 / FLASH_ATTN_MLA auto"): 1.385,
     }
+    rate = {
+        (row["kv_cache_dtype"], row["flags"]): row["requests_per_s"] for row in gpu.of("serving.json")
+        if (row["backend"], row["prompts"]) == ("CUTLASS_MLA", 1000)
+    }  # fmt: skip
+    flag = "--max-cudagraph-capture-size 1024"
+    assert [round(x, 2) for x in rate.values()] == [4.87, 5.19, 6.32]
+    assert round(rate["fp8", flag] / rate["auto", ""], 2) == 1.30  # across runs, said so where it is said
     cache = tables.cache_table(gpu)
-    ours = cache[cache["backend"] == "CUTLASS_MLA"].set_index("kv_cache_dtype")
-    assert ours["requests_that_fit"].to_dict() == {"auto": 360, "fp8": 720}
-    assert ours["bytes"].to_dict() == {"auto": 1152, "fp8": 576}
+    ours = cache[(cache["backend"] == "CUTLASS_MLA") & (cache["model"] == "deepseek-v2-lite")]
+    ours = ours.set_index(["kv_cache_dtype", "flags"])
+    assert ours["requests_that_fit"].to_dict() == {("auto", ""): 360, ("fp8", ""): 720, ("fp8", flag): 718}
+    assert ours["bytes"].to_dict() == {("auto", ""): 1152, ("fp8", ""): 576, ("fp8", flag): 576}
+    scores = {
+        (row["backend"], row["kv_cache_dtype"], row["filter"]): (row["exact_match"], row["n"])
+        for row in gpu.of("eval.json")
+    }
+    assert len(scores) == 8
+    assert all(found == ({"auto": 0.700, "fp8": 0.694}[key[1]], 1000) for key, found in scores.items())
+    bar = tables.bars(gpu, tables.read("cpu")).set_index("name").loc["exact_match_gpu"]
+    assert (bar["found"], bar["verdict"], bar["where"]) == (
+        "0.41 standard errors (1000 problems: auto 0.700, fp8 0.694)", "met", "recorded, NVIDIA H200",
+    )  # fmt: skip
     auto, fp8 = (
         tables.profile_times(tables.profile_table(gpu)).set_index("class")[f"CUTLASS_MLA, {dtype}, ms"].round()
         for dtype in ("auto", "fp8")

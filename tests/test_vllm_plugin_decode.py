@@ -294,12 +294,16 @@ def test_pages_are_read_back_with_k_scale(modules: Any) -> None:
         assert same_bits(got, want)
 
 
-def builder_of(modules: Any, layers: dict[str, Any], speculative: int = 0, *, kind: Any = None, **more: Any) -> Any:
+def builder_of(
+    modules: Any, layers: dict[str, Any], speculative: int = 0, *, kind: Any = None, captured: int | None = None,
+    **more: Any,
+) -> Any:  # fmt: skip
+    sizes = {} if captured is None else {"max_cudagraph_capture_size": captured}
     config = SimpleNamespace(
         num_heads=4,
         dcp_world_size=1,
         speculative_tokens=speculative,
-        compilation_config=SimpleNamespace(static_forward_context=layers),
+        compilation_config=SimpleNamespace(static_forward_context=layers, **sizes),
         cache_config=SimpleNamespace(**more),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=3)),
@@ -311,6 +315,21 @@ def builder_of(modules: Any, layers: dict[str, Any], speculative: int = 0, *, ki
 def layers_of(count: int = 3, kv_cache_dtype: str = "fp8", **more: Any) -> dict[str, Any]:
     impl = SimpleNamespace(is_fp8=kv_cache_dtype == "fp8")
     return {f"model.layers.{i}.self_attn.attn": layer_of(impl=impl, **more) for i in range(count)}
+
+
+def test_graphs_that_are_too_small_are_spoken_of_when_the_engine_starts(
+    modules: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = sys.modules["mla_kernels.vllm.graphs"]
+    monkeypatch.setattr(graphs, "_said", False)
+    caplog.set_level(logging.INFO, logger="vllm.mla_kernels")
+    builder_of(modules, layers_of())  # a vLLM whose configuration does not say
+    builder_of(modules, layers_of(), captured=8)
+    assert caplog.messages == []
+    builder_of(modules, layers_of(), 1, captured=8)  # 8 rows of 2 tokens
+    builder_of(modules, layers_of(), 1, captured=8)
+    assert [m for m in caplog.messages if "pass --max-cudagraph-capture-size 16 " in m] == caplog.messages
+    assert len(caplog.messages) == 1
 
 
 def decode_of(builder: Any, lens: list[int], blocks: int = 4) -> Any:

@@ -187,6 +187,13 @@ def _engine(options: argparse.Namespace, backend: str, dtype: str, max_model_len
     return engine
 
 
+def _flags(options: argparse.Namespace) -> str | None:
+    """Words that change a run and have no column of their own: rows with other ones are never divided."""
+    words = ["--seed", str(options.seed)] if options.seed else []
+    words += ["--enforce-eager"] if options.enforce_eager else []
+    return shlex.join([*words, *shlex.split(options.extra)]) or None
+
+
 def _words(engine: Mapping[str, Any]) -> list[str]:
     """The same as words of vLLM's command line."""
     words = []
@@ -349,7 +356,7 @@ def _source(options: argparse.Namespace, words: Sequence[str], versions: Mapping
 
 
 #: What must be the same for rows to stand in one file.
-_SAME = ("gpu", "driver", "torch", "cuda", "peers")
+_SAME = ("gpu", "driver", "torch", "cuda", "peers", "environment")
 
 
 def _kept(path: Path, source: dict[str, Any]) -> list[dict[str, Any]]:
@@ -434,7 +441,8 @@ def _start(options: argparse.Namespace, words: Sequence[str]) -> int:
     _refuse(options, versions, cards)
     source = _source(options, words, versions, cards)
     cpu = "cpu" in str(versions["vllm"]) or not cards
-    base = {"engine": "vllm", "version": versions["vllm"]}
+    base = {"engine": "vllm", "version": versions["vllm"], "flags": _flags(options),
+            "gpu_memory_utilization": options.gpu_memory_utilization}  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="mla-serving-") as scratch:
         jobs = _JOBS[options.what](options, base, 0 if cpu else len(cards), Path(scratch))
         if options.dry_run:
@@ -464,7 +472,8 @@ def _run(
         # rows of an agreement also need the run that it is compared with, which may end later
         for one in all_ended if options.what == "agree" else [ended]:
             made = by_label[one.child.label].rows(one)
-            found[one.child.label] = [{**row, "at_once": min(options.parallel, len(jobs))} for row in made]
+            told = {"at_once": min(options.parallel, len(jobs)), "commit": source["commit"]}
+            found[one.child.label] = [{**row, **told} for row in made]
         write()
         now = datetime.datetime.now().strftime("%H:%M:%S")
         for row in found[ended.child.label]:

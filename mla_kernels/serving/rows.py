@@ -14,6 +14,7 @@ from typing import Any
 from mla_kernels.measurements import short_command
 from mla_kernels.serving.children import Ended
 from mla_kernels.serving.log import bytes_per_token_layer, errors, read_log
+from mla_kernels.serving.models import ROOT
 
 __all__ = [
     "FILTERS", "agree_rows", "agreement", "decode_rows", "eval_rows", "failure", "log_facts", "scores",
@@ -66,7 +67,7 @@ def _common(ended: Ended, asked: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": round(ended.seconds, 1),
         "on_gpus": ",".join(ended.on),
         "log": ended.log.name,
-        "command": " ".join(short_command([str(word) for word in ended.child.command])),
+        "command": " ".join(short_command(map(str, ended.child.command))).replace(f"{ROOT}{os.sep}", ""),
     }
 
 

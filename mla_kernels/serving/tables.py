@@ -16,16 +16,37 @@ import pandas as pd
 from mla_kernels.measurements import read_measurements
 from mla_kernels.serving import children
 from mla_kernels.serving.models import ROOT
+from mla_kernels.serving.rows import FILTERS
 
 __all__ = [
-    "BARS", "Results", "advice", "agreement_table", "bars", "cache_table", "decode_table", "eval_table",
-    "profile_table", "profile_times", "published", "ratio_table", "read", "rows_of", "run_here", "sources",
-    "throughput_table", "unexplained",
+    "BARS",
+    "Results",
+    "advice",
+    "agreement_table",
+    "bars",
+    "cache_table",
+    "decode_table",
+    "eval_table",
+    "profile_table",
+    "profile_times",
+    "published",
+    "ratio_table",
+    "read",
+    "rows_of",
+    "run_here",
+    "short_commit",
+    "sources",
+    "throughput_table",
+    "unexplained",
 ]  # fmt: skip
 
 OURS = "CUTLASS_MLA"
+#: How a run was made: rows that differ in one of these are of different runs, and nothing is made of both.
+HOW = ["commit", "flags", "gpu_memory_utilization", "at_once"]
 #: Columns that rows must share for a ratio between them to be fair; they come from one file, so from one machine.
-RUN = ["where", "model", "layers", "gpus", "prompts", "input_len", "output_len"]
+RUN = ["where", "model", "layers", "gpus", "expert_parallel", "prompts", "input_len", "output_len", *HOW]
+#: The commit of a row that does not say it, in a file of several: no ratio is made of it.
+UNKNOWN = "unknown"
 #: What was to be reached: name, words, factor.
 BARS = (
     ("fp8_over_auto", "V2-Lite, one GPU: this kernel, fp8 against auto", 1.13),
@@ -46,8 +67,26 @@ class Results:
     source: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def of(self, *names: str) -> list[dict[str, Any]]:
-        """Rows of the files of these names, of the engine vllm alone."""
-        return [dict(row) for name in names for row in self.rows.get(name, []) if row.get("engine") == "vllm"]
+        """Rows of the files of these names, of the engine vllm alone; each with the columns `HOW`, shortened commits.
+
+        A row without a commit has that of its file, or "unknown" where the file's commands are of several.
+        """
+        found = []
+        for name in names:
+            source = self.source.get(name, {})
+            commits = {short_commit(run.get("commit")) for run in source.get("runs") or [source]}
+            commit = commits.pop() if len(commits) == 1 else UNKNOWN
+            for row in self.rows.get(name, []):
+                if row.get("engine") == "vllm":
+                    own = {"commit": short_commit(row["commit"]) if row.get("commit") else commit}
+                    found.append({**dict.fromkeys(HOW), **row, **own, "flags": row.get("flags") or ""})
+        return found
+
+
+def short_commit(commit: Any) -> str:
+    """The first 12 digits, and whether there were local changes."""
+    whole = str(commit or "–")
+    return whole[:12] + "-dirty" * whole.endswith("-dirty")
 
 
 def rows_of(table: pd.DataFrame) -> list[Any]:
@@ -87,7 +126,7 @@ def sources(*results: Results) -> pd.DataFrame:
                 lines.append(
                     {
                         "results": result.where, "file": name, "date": run.get("date"),
-                        "commit": str(run.get("commit") or "–")[:12],
+                        "commit": short_commit(run.get("commit")),
                         "versions": ", ".join(f"{key} {value}" for key, value in versions.items() if value),
                         "from": run.get("source") or run.get("command"), "note": source.get("note", ""),
                     }
@@ -96,8 +135,7 @@ def sources(*results: Results) -> pd.DataFrame:
 
 
 _THROUGHPUT = [
-    *RUN, "of_layers", "expert_parallel", "backend", "kv_cache_dtype", "requests_per_s", "total_tokens_per_s",
-    "at_once", "reason",
+    *RUN, "of_layers", "backend", "kv_cache_dtype", "requests_per_s", "total_tokens_per_s", "reason",
 ]  # fmt: skip
 
 
@@ -116,9 +154,9 @@ def throughput_table(*results: Results) -> pd.DataFrame:
 def ratio_table(throughput: pd.DataFrame) -> pd.DataFrame:
     """Every run over the run of the same backend with `auto` (fp8 over auto), and our fp8 over other backends' runs.
 
-    Columns: those of `RUN`, what, times. Only rows of one file and one shape are divided.
+    Columns: those of `RUN`, what, times. Only rows of one file, shape, commit and flags are divided.
     """
-    done = throughput[throughput["requests_per_s"].notna()]
+    done = throughput[throughput["requests_per_s"].notna() & (throughput["commit"] != UNKNOWN)]
     found = []
     for key, group in done.groupby(RUN, sort=False, dropna=False):
         rate = {(row.backend, row.kv_cache_dtype): row.requests_per_s for row in rows_of(group)}
@@ -136,15 +174,17 @@ def ratio_table(throughput: pd.DataFrame) -> pd.DataFrame:
 
 
 def eval_table(*results: Results) -> pd.DataFrame:
-    """Exact match, a row a filter and run, and its distance from the same backend's `auto` in standard errors."""
-    columns = ["where", "model", "task", "filter", "backend", "kv_cache_dtype", "n", "exact_match", "stderr", "reason"]
+    """Exact match, a row a filter and run, and its distance from the same backend's `auto` in standard errors.
+
+    auto is of as many problems, at the same commit and with the same flags; the share of the GPU's memory and the runs
+    at the same time may differ, since no answer depends on them.
+    """
+    same = ["where", "version", "model", "task", "num_fewshot", "n", "filter", "backend", "commit", "flags"]
+    columns = [*same, "kv_cache_dtype", "exact_match", "stderr", "reason"]
     listed = [{"where": r.where, **row} for r in results for row in r.of("eval.json", "eval_vllm.json")]
     rows = pd.DataFrame(listed).reindex(columns=columns)
-    auto = rows[rows["kv_cache_dtype"] == "auto"].drop_duplicates(["where", "model", "task", "filter", "backend"])
-    both = rows.merge(
-        auto[["where", "model", "task", "filter", "backend", "exact_match"]], how="left",
-        on=["where", "model", "task", "filter", "backend"], suffixes=("", "_auto"),
-    )  # fmt: skip
+    auto = rows[(rows["kv_cache_dtype"] == "auto") & (rows["commit"] != UNKNOWN)].drop_duplicates(same, keep="last")
+    both = rows.merge(auto[[*same, "exact_match"]], how="left", on=same, suffixes=("", "_auto"))
     rows["from_auto_in_stderr"] = (pd.to_numeric(both["exact_match"]) - pd.to_numeric(both["exact_match_auto"])) / (
         pd.to_numeric(both["stderr"])
     )
@@ -156,7 +196,7 @@ def cache_table(*results: Results) -> pd.DataFrame:
 
     `requests_that_fit`: as many whole requests (prompt and answer) of a throughput run as the tokens are enough for.
     """
-    columns = ["where", "model", "layers", "backend", "kv_cache_dtype", "kv_cache_gib", "kv_cache_tokens",
+    columns = ["where", "model", "layers", "backend", "flags", "kv_cache_dtype", "kv_cache_gib", "kv_cache_tokens",
                "kv_cache_bytes_per_token_layer", "requests_that_fit"]  # fmt: skip
     rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json", "eval.json", "eval_vllm.json")]
     for row in rows:
@@ -166,13 +206,18 @@ def cache_table(*results: Results) -> pd.DataFrame:
     table = table.rename(columns={"kv_cache_bytes_per_token_layer": "bytes"})
     table["model"] = table["model"].astype(str).str.replace(", dummy weights", "", regex=False)
     table = table[table["bytes"].notna()]
-    return table.drop_duplicates(["where", "model", "layers", "backend", "kv_cache_dtype"]).reset_index(drop=True)
+    return table.drop_duplicates(
+        ["where", "model", "layers", "backend", "flags", "kv_cache_dtype"]
+    ).reset_index(drop=True)  # fmt: skip
+
+
+#: Columns that timings of decoding alone must share.
+DECODE = ["where", "model", "gpus", "batch", "context", "output_len", *HOW]
 
 
 def decode_table(*results: Results) -> pd.DataFrame:
     """Decoding alone, tokens a second: batch, context, backend, cache dtype; runs that gave no number have `reason`."""
-    columns = ["where", "model", "batch", "context", "backend", "backend_used", "kv_cache_dtype", "decode_tokens_per_s",
-               "reason"]  # fmt: skip
+    columns = [*DECODE, "backend", "backend_used", "kv_cache_dtype", "decode_tokens_per_s", "reason"]
     rows = [{"where": r.where, **row} for r in results for row in r.of("serving.json") if "batch" in row]
     return pd.DataFrame(rows).reindex(columns=columns)
 
@@ -186,18 +231,22 @@ def agreement_table(*results: Results) -> pd.DataFrame:
 
 
 def profile_table(*results: Results) -> pd.DataFrame:
-    """GPU time by class of kernel: where, backend, kv_cache_dtype, class, us, share."""
-    columns = ["where", "model", "backend", "kv_cache_dtype", "class", "us", "share", "launches", "reason"]
-    return pd.DataFrame(
-        [{"where": r.where, **row} for r in results for row in r.of("profile.json")], columns=None
-    ).reindex(columns=columns)  # fmt: skip
+    """GPU time by class of kernel: where, run (in words), backend, kv_cache_dtype, class, us, share."""
+    columns = ["where", "model", *HOW, "backend", "kv_cache_dtype", "class", "us", "share", "launches", "reason"]
+    listed = [{"where": r.where, **row} for r in results for row in r.of("profile.json")]
+    table = pd.DataFrame(listed, columns=None).reindex(columns=columns)
+    table["run"] = table["backend"] + ", " + table["kv_cache_dtype"]
+    several = [name for name in ("where", "model", *HOW) if table[name].nunique(dropna=False) > 1]
+    for name in several:  # more than the backend and the cache tells these runs apart
+        table["run"] += f", {name.replace('_', ' ')} " + table[name].map(str)
+    return table
 
 
 def profile_times(profile: pd.DataFrame) -> pd.DataFrame:
     """A line a class of kernel, a column a run: milliseconds of GPU time. Columns: of `profile_table`."""
     timed = profile[profile["us"].notna() & (profile["us"] > 0)]
-    runs = timed["backend"] + ", " + timed["kv_cache_dtype"] + ", ms"
-    table = timed.assign(run=runs, ms=timed["us"] / 1000).pivot_table("ms", "class", "run", aggfunc="sum", sort=False)
+    table = timed.assign(run=timed["run"] + ", ms", ms=timed["us"] / 1000)
+    table = table.pivot_table("ms", "class", "run", aggfunc="sum", sort=False)
     return table.reset_index().rename_axis(columns=None)
 
 
@@ -214,27 +263,30 @@ def unexplained(*results: Results) -> list[str]:
 # --- what was to be reached ---
 
 
-def _throughput_bar(name: str, table: pd.DataFrame) -> dict[int, float]:
-    """The ratio of a bar by the number of prompts, most first: whole models and the published lengths alone."""
+def _throughput_bar(name: str, table: pd.DataFrame) -> list[tuple[int, float, str]]:
+    """(prompts, ratio, flags) of each run that shows a bar, most prompts first and of those the latest: whole models
+    and the published lengths alone."""
     model, gpus = ("deepseek-v2", 4) if name == "v2_four_gpus" else ("deepseek-v2-lite", 1)
-    under = {"over_flashmla_fp8": ("FLASHMLA", "fp8"), "over_fa3_auto": ("FLASH_ATTN_MLA", "auto")}
-    shape = {"model": model, "gpus": gpus, "input_len": 8192, "output_len": 1024}
-    done = table[table["requests_per_s"].notna() & (table["layers"] == table["of_layers"])]
-    for column, value in shape.items():
+    other = {"over_flashmla_fp8": "FLASHMLA fp8", "over_fa3_auto": "FLASH_ATTN_MLA auto"}.get(name)
+    what = f"{OURS} fp8 / {other}" if other else f"{OURS}: fp8 / auto"
+    shape = {"model": model, "gpus": gpus, "expert_parallel": gpus > 1, "input_len": 8192, "output_len": 1024}
+    done = ratio_table(table[table["layers"] == table["of_layers"]])
+    for column, value in {**shape, "what": what}.items():
         done = done[done[column] == value]
-    found = {}
-    for prompts, group in done.groupby("prompts"):
-        rate = {(row.backend, row.kv_cache_dtype): float(row.requests_per_s) for row in rows_of(group)}
-        if (OURS, "fp8") in rate and under.get(name, (OURS, "auto")) in rate:
-            found[int(str(prompts))] = rate[OURS, "fp8"] / rate[under.get(name, (OURS, "auto"))]
-    return dict(sorted(found.items(), reverse=True))
+    found = [(int(row.prompts), float(row.times), str(row.flags)) for row in rows_of(done[::-1])]
+    return sorted(found, key=lambda one: -one[0])
 
 
 def _decode_bar(table: pd.DataFrame) -> float | None:
+    """fp8 over the faster auto of the latest run that has both."""
     done = table[table["decode_tokens_per_s"].notna() & table["context"].between(1900, 2048)]
-    mine = done[(done["backend"] == OURS) & (done["kv_cache_dtype"] == "fp8")]["decode_tokens_per_s"]
-    auto = done[done["kv_cache_dtype"] == "auto"]["decode_tokens_per_s"]
-    return None if mine.empty or auto.empty else float(mine.iloc[0] / auto.max())
+    found = None
+    for _, group in done[done["commit"] != UNKNOWN].groupby(DECODE, sort=False, dropna=False):
+        mine = group[(group["backend"] == OURS) & (group["kv_cache_dtype"] == "fp8")]["decode_tokens_per_s"]
+        auto = group[group["kv_cache_dtype"] == "auto"]["decode_tokens_per_s"]
+        if not mine.empty and not auto.empty:
+            found = float(mine.iloc[-1] / auto.max())
+    return found
 
 
 def _line(name: str, words: str, needed: str, found: str, met: bool | None, cut: bool = False) -> dict[str, str]:
@@ -243,14 +295,19 @@ def _line(name: str, words: str, needed: str, found: str, met: bool | None, cut:
 
 
 def _exact_match_bar(name: str, scored: pd.DataFrame) -> dict[str, str]:
-    scored = scored[(scored["backend"] == OURS) & (scored["kv_cache_dtype"] == "fp8")]
-    away, n = scored["from_auto_in_stderr"].abs(), scored["n"]
-    known = len(scored) >= 2 and bool(away.notna().all())
+    ours = scored[scored["backend"] == OURS]
+    fp8 = ours[ours["kv_cache_dtype"] == "fp8"]
+    away, n = fp8["from_auto_in_stderr"].abs(), fp8["n"]
+    known = set(FILTERS) <= set(fp8["filter"]) and bool(away.notna().all())
+    both = ", ".join(
+        f"{dtype} " + " and ".join(f"{value:.3f}" for value in dict.fromkeys(group["exact_match"]))
+        for dtype, group in ours[ours["exact_match"].notna()].groupby("kv_cache_dtype", sort=False)
+    )
     return _line(
         f"exact_match_{name}",
         f"exact match on {name.upper()}, both filters: distance of fp8 from auto",
         "at most 1 standard error, 1000 problems",
-        f"{away.max():.2f} standard errors ({n.min():.0f} problems)" if known else "–",
+        f"{away.max():.2f} standard errors ({n.min():.0f} problems: {both})" if known else "–",
         bool(away.max() <= 1) if known else None,
         known and bool(n.min() < 1000),
     )
@@ -273,32 +330,36 @@ def _cache_bar(name: str, cache: pd.DataFrame) -> dict[str, str]:
 def bars(gpu: Results, cpu: Results) -> pd.DataFrame:
     """The figures that were to be reached, and whether they are.
 
-    Columns: name, bar, needed, found, verdict (met, not met, not recorded yet). The run with most prompts, or all
-    problems, gives the verdict; "in a cut run" is added where that is fewer than 1000.
+    Columns: name, bar, needed, found, verdict (met, not met, not recorded yet), where. The run with most prompts, or
+    all problems, gives the verdict; "in a cut run" is added where that is fewer than 1000. `where`: who measured it.
     """
     lines = []
     for name, words, factor in BARS:
         if name == "cpu_decode":
             value = _decode_bar(decode_table(cpu))
-            found = {} if value is None else {1000: value}
+            found = [] if value is None else [(1000, value, "")]
             said = f"{value:.3f} times" if found else "–"
         else:
             found = _throughput_bar(name, throughput_table(gpu))
-            said = ", ".join(f"{value:.3f} times ({count} prompts)" for count, value in found.items()) or "–"
-        most = next(iter(found), 1000)
+            said = ", ".join(f"{x:.3f} times ({n} prompts{flags and ', ' + flags})" for n, x, flags in found) or "–"
+        most, times = found[0][:2] if found else (1000, 0.0)
         lines.append(
             _line(
                 name,
                 words,
                 f"{factor} times" + ", 1000 prompts" * (name != "cpu_decode"),
                 said,
-                found[most] >= factor if found else None,
+                times >= factor if found else None,
                 most < 1000,
             )
         )
     for name, result in (("gpu", gpu), ("cpu", cpu)):
         lines += [_exact_match_bar(name, eval_table(result)), _cache_bar(name, cache_table(result))]
-    return pd.DataFrame(lines)
+    on_cpu = [line["name"].endswith(("_cpu", "cpu_decode")) for line in lines]
+    where = [(cpu if of_cpu else gpu).where for of_cpu in on_cpu]
+    return pd.DataFrame(lines).assign(
+        where=[w if x["found"] != "–" else "–" for w, x in zip(where, lines, strict=True)]
+    )
 
 
 # --- running here ---

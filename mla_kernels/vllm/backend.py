@@ -29,7 +29,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from mla_kernels import build, checks, ops
-from mla_kernels.vllm import scales
+from mla_kernels.vllm import graphs, scales
 from mla_kernels.vllm.cache import E4M3, cache_dtype
 from mla_kernels.vllm.detect import NAME
 
@@ -109,6 +109,7 @@ class MetadataBuilder(MLACommonMetadataBuilder):
         self._rows = int(vllm_config.scheduler_config.max_num_seqs)
         self._heads = self.num_heads * max(1, int(self.dcp_world_size))
         self._workspaces: dict[int, Tensor] = {}
+        graphs.advise(vllm_config, self.reorder_batch_threshold)
 
     def _check_scales(self) -> None:
         """Check the layers whose scales are known by now; those that vLLM still measures wait for a later step."""
