@@ -47,12 +47,7 @@ def ensure_loaded(device: torch.device) -> None:
         if path := os.environ.get(LIBRARY):
             torch.ops.load_library(path)
         else:
-            before = torch.get_default_dtype()  # the model's, while vLLM makes one; the self-test has its own numbers
-            torch.set_default_dtype(torch.float32)
-            try:
-                build.load(targets=(target,))
-            finally:
-                torch.set_default_dtype(before)
+            build.load(targets=(target,))
     checks.check_target(device, ops.loaded_targets())
 
 
