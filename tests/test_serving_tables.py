@@ -323,7 +323,7 @@ def test_prose_of_the_notebook_is_what_the_files_say() -> None:
     assert all(found == ({"auto": 0.700, "fp8": 0.694}[key[1]], 1000) for key, found in scores.items())
     bar = tables.bars(gpu, tables.read("cpu")).set_index("name").loc["exact_match_gpu"]
     assert (bar["found"], bar["verdict"], bar["where"]) == (
-        "0.41 standard errors (1000 problems: auto 0.700, fp8 0.694)", "met", "recorded, NVIDIA H200",
+        "0.41 (1000 problems: auto 0.700, fp8 0.694)", "met", "recorded, NVIDIA H200",
     )  # fmt: skip
     auto, fp8 = (
         tables.profile_times(tables.profile_table(gpu)).set_index("class")[f"CUTLASS_MLA, {dtype}, ms"].round()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from mla_kernels.serving.rows import FILTERS
 
 __all__ = [
     "BARS",
+    "HOW",
     "Results",
     "advice",
     "agreement_table",
@@ -47,13 +49,14 @@ HOW = ["commit", "flags", "gpu_memory_utilization", "at_once"]
 RUN = ["where", "model", "layers", "gpus", "expert_parallel", "prompts", "input_len", "output_len", *HOW]
 #: The commit of a row that does not say it, in a file of several: no ratio is made of it.
 UNKNOWN = "unknown"
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 #: What was to be reached: name, words, factor.
 BARS = (
-    ("fp8_over_auto", "V2-Lite, one GPU: this kernel, fp8 against auto", 1.13),
-    ("over_flashmla_fp8", "V2-Lite, one GPU: this kernel fp8 against FLASHMLA fp8", 1.08),
-    ("over_fa3_auto", "V2-Lite, one GPU: this kernel fp8 against FLASH_ATTN_MLA auto", 1.15),
-    ("v2_four_gpus", "V2 whole, four GPUs, expert parallel: this kernel, fp8 against auto", 1.33),
-    ("cpu_decode", "CPU, 2048 tokens of context: decoding with fp8 against the faster auto", 1.0),
+    ("fp8_over_auto", "V2-Lite, one GPU: fp8 against auto", 1.13),
+    ("over_flashmla_fp8", "V2-Lite, one GPU: fp8 against FLASHMLA fp8", 1.08),
+    ("over_fa3_auto", "V2-Lite, one GPU: fp8 against FLASH_ATTN_MLA auto", 1.15),
+    ("v2_four_gpus", "V2 whole, four GPUs, expert parallel: fp8 against auto", 1.33),
+    ("cpu_decode", "decoding on CPU, 2048 tokens: fp8 against the faster auto", 1.0),
 )  # fmt: skip
 FILES = ("serving.json", "eval.json", "eval_vllm.json", "profile.json", "agree.json")
 
@@ -128,7 +131,8 @@ def sources(*results: Results) -> pd.DataFrame:
                         "results": result.where, "file": name, "date": run.get("date"),
                         "commit": short_commit(run.get("commit")),
                         "versions": ", ".join(f"{key} {value}" for key, value in versions.items() if value),
-                        "from": run.get("source") or run.get("command"), "note": source.get("note", ""),
+                        "from": run.get("source") or _HASH.sub(r"\1", str(run.get("command") or "")),
+                        "note": source.get("note", ""),
                     }
                 )  # fmt: skip
     return pd.DataFrame(lines, columns=["results", "file", "date", "commit", "versions", "from", "note"])
@@ -305,9 +309,9 @@ def _exact_match_bar(name: str, scored: pd.DataFrame) -> dict[str, str]:
     )
     return _line(
         f"exact_match_{name}",
-        f"exact match on {name.upper()}, both filters: distance of fp8 from auto",
-        "at most 1 standard error, 1000 problems",
-        f"{away.max():.2f} standard errors ({n.min():.0f} problems: {both})" if known else "–",
+        f"exact match on {name.upper()}, both filters: fp8 from auto",
+        "1 standard error, 1000 problems",
+        f"{away.max():.2f} ({n.min():.0f} problems: {both})" if known else "–",
         bool(away.max() <= 1) if known else None,
         known and bool(n.min() < 1000),
     )
@@ -320,7 +324,7 @@ def _cache_bar(name: str, cache: pd.DataFrame) -> dict[str, str]:
     right = bool((abs(fp8 / 576 - 1) < 5e-3).all() and (abs(auto / 1152 - 1) < 5e-3).all())
     return _line(
         f"cache_bytes_{name}",
-        f"cache of a token and layer on {name.upper()}, from vLLM's log, fp8 and auto",
+        f"cache of a token and layer on {name.upper()}, fp8 and auto",
         "576 B, half of auto",
         f"{fp8.iloc[0]:.1f} B, {auto.iloc[0]:.1f} B" if known else "–",
         right if known else None,
