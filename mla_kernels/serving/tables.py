@@ -310,7 +310,7 @@ def _exact_match_bar(name: str, scored: pd.DataFrame) -> dict[str, str]:
     return _line(
         f"exact_match_{name}",
         f"exact match on {name.upper()}, both filters: fp8 from auto",
-        "1 standard error, 1000 problems",
+        "at most 1 standard error, 1000 problems",
         f"{away.max():.2f} ({n.min():.0f} problems: {both})" if known else "–",
         bool(away.max() <= 1) if known else None,
         known and bool(n.min() < 1000),
