@@ -5,11 +5,11 @@
     python -m mla_kernels.bench gpu --record data/measurements/h200/speed.json --rows table
     python -m mla_kernels.bench accuracy --record data/measurements/h200/accuracy.json
 
-Both need torch, numpy and platformdirs alone, so they also run from a copied package with `--library FILE` on a machine that cannot
-build. Ratios are only fair inside one run on one machine: one file of measurements holds the rows of one run, with its
-provenance. Every contestant answers once before it is timed, into memory that held NaN, and is compared with float64 on
-the values that it was given: the time of a wrong answer is no time. What did not run has a row, or an entry under
-`absent` in the provenance, that says why.
+Both need torch, numpy and platformdirs alone, so they also run from a copied package with `--library FILE` on a machine
+that cannot build. Ratios are only fair inside one run on one machine: one file of measurements holds the rows of one
+run, with its provenance. Every contestant answers once before it is timed, into memory that held NaN, and is compared
+with float64 on the values that it was given: the time of a wrong answer is no time. What did not run has a row, or an
+entry under `absent` in the provenance, that says why.
 """
 
 from __future__ import annotations
