@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& sm = *reinterpret_cast<typename T::SharedStorage*>(shared);
   if (threadIdx.x / 32 == 3 * kWarpgroup / 32) {
-    if (blockIdx.x == static_cast<unsigned>(p.workers)) {
+    if (rehearsing(p)) {
       rehearse(p, sm.list);
     } else {
       start_list(p, sm.list);

@@ -37,6 +37,12 @@ bool wide(const DecodeParams& d) { return d.dtype != DType::kE4M3; }
 // Whether one SM is left to a CTA that rehearses (work.cuh): for e4m3, in a small batch.
 bool rehearses(int64_t b, int line_tiles, bool wide, int sms) { return !wide && sms > 1 && b * line_tiles <= sms / 2; }
 
+// What a batch is planned for on a device with `sms` SMs.
+Machine machine_of(int64_t b, int lines, bool wide, bool gathered, int sms) {
+  const int n = lines_a_tile(lines, wide, gathered), line_tiles = (lines + n - 1) / n;
+  return machine(std::min(sms, kMostCtas) - rehearses(b, line_tiles, wide, sms), line_tiles, n, wide);
+}
+
 // Where things lie in the workspace; bytes is 0 where no row can have two splits.
 struct Layout {
   int lines, capacity;
@@ -200,10 +206,7 @@ int plan_share(const std::vector<int64_t>& seq_lens, int lines, bool wide, bool 
     x.longest = std::max(x.longest, tiles);
     x.rows += tiles > 0;
   }
-  const int n = lines_a_tile(lines, wide, gathered), line_tiles = (lines + n - 1) / n;
-  const int workers =
-      std::min(sms, kMostCtas) - rehearses(static_cast<int64_t>(seq_lens.size()), line_tiles, wide, sms);
-  return plan_share(x, machine(workers, line_tiles, n, wide));
+  return plan_share(x, machine_of(static_cast<int64_t>(seq_lens.size()), lines, wide, gathered, sms));
 }
 
 size_t workspace_bytes(const DecodeParams& params) { return layout(params).bytes; }
@@ -232,21 +235,19 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
   p.capacity = x.capacity;
   p.q_aligned = q_aligned(params);
   const bool tma = (1 << params.page_size_log2) >= kMinTmaPage && params.num_blocks > 0;
-  const int n = lines_a_tile(x.lines, wide(params), !tma);
   if (tma) encode_cache(p);
 
   int device = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const int64_t splits = x.bytes == 0 ? 1 : params.num_kv_splits > 0 ? params.num_kv_splits : kMaxSplits;
-  const int line_tiles = (x.lines + n - 1) / n;
-  const bool rehearsal = rehearses(params.b, line_tiles, wide(params), sms);
-  p.m = machine(std::min(sms, kMostCtas) - rehearsal, line_tiles, n, wide(params));
+  p.m = machine_of(params.b, x.lines, wide(params), !tma, sms);
+  const int n = p.m.lines_a_tile;
   p.q_tma = !wide(params) && n == kRowsM && encode_q(p);
   const int64_t pieces = params.b * std::min<int64_t>(splits, num_tiles(x.capacity));
   const int64_t most = std::max<int64_t>(1, pieces * p.m.line_tiles);
   p.workers = static_cast<int>(std::min<int64_t>(most, p.m.ctas));
-  const int ctas = p.workers + rehearsal;
+  const int ctas = p.workers + rehearses(params.b, p.m.line_tiles, wide(params), sms);
   if (params.dtype == DType::kBF16) {
     decode16<__nv_bfloat16>(p, tma, ctas, stream);
   } else if (params.dtype == DType::kFP16) {

@@ -58,7 +58,7 @@ __device__ __forceinline__ void gather_tile(const KernelParams& p, typename T::S
 // The loader warp: lists the work, loads its tiles.
 template <class T>
 __device__ __forceinline__ void loader_role(const KernelParams& p, typename T::SharedStorage& s) {
-  if (blockIdx.x == static_cast<unsigned>(p.workers)) {
+  if (rehearsing(p)) {
     // The rehearsal's tiles: whatever is there.
     if ((threadIdx.x & 31) < kRehearsalTiles) barrier_arrive(&s.kv_full[threadIdx.x & 31]);
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -97,6 +97,11 @@ __device__ __forceinline__ void start_list(const KernelParams& p, WorkList& list
   load_rows(p, list, 0);
 }
 
+// Whether this CTA has no list of work.
+__device__ __forceinline__ bool rehearsing(const KernelParams& p) {
+  return blockIdx.x == static_cast<unsigned>(p.workers);
+}
+
 // The list of a CTA that only rehearses: two steps over whatever lies in shared memory, for lines that do not exist, so
 // nothing is stored. It is some microseconds ahead of the others, which wait for plan and tokens, and brings the code
 // of all roles into L2: a model reads gigabytes of weights between two calls, and each call begins without it.
