@@ -386,8 +386,9 @@ def implementation_budget(length: int, *, dtype: str = "e4m3", logit_error: floa
 def row_budget(dtype: str = "e4m3") -> float:
     """Bound on ‖kernel − stage‖ / ‖stage‖ of one row, for `row_verdicts`: one flip of its heaviest movable weight.
 
-    The running maximum's own P is exactly 2^8 (1 for bf16, fp16) and cannot flip; any other weight is at most half the
-    row. So one flip moves the row by at most step / 2, and the output's rounding adds at most one step of its own.
+    A flip changes a weight w by at most step, and the row by step w (1 - w) of the distance between that value and the
+    mean of the others: at most step / 4 of two values. (The running maximum's own P is exactly 2^8, 1 for bf16 and
+    fp16, and cannot flip, but on a GPU P is relative to an older one.) The output's rounding adds at most one step.
     """
     if dtype not in _STEP:
         raise ValueError(f"dtype: expected one of {', '.join(_STEP)}, got {dtype!r}")

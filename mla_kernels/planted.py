@@ -336,7 +336,7 @@ def rounding_room(seq_len: int = 4096, *, b: int = 2) -> pd.DataFrame:
     inputs = make_inputs(failed_case(b, seq_len))
     exact = _exact(inputs)
     named: dict[str, dict[str, Any]] = {
-        "P in e4m3, scaled by 2^8 (this workbook's kernel)": {},
+        "P in e4m3, scaled by 2^8 (this workbook's kernel on a CPU)": {},
         "P in e4m3, not scaled": {"p_scale": 1.0},
         "P in e4m3, lse's sum as divisor": {"row_sum": "unrounded"},
         "P in bf16": {"p_format": KERNEL_BF16.p_format, "p_scale": KERNEL_BF16.p_scale},

@@ -11,7 +11,8 @@ Three of the four results that the error split compares come from `attention`:
 - stage: stored values, `rounding=KERNEL` (`KERNEL_BF16`, `KERNEL_FP16`), the arithmetic of our kernels point by point.
 
 What `KERNEL` does to a row: its keys are cut into splits at multiples of `block_n` (`split_bounds`). Inside a split,
-tile by tile, m is the running maximum of the logits; P = exp(logit - m) * 2^8 is rounded to e4m3; every tile's P V is
+tile by tile, m is the running maximum of the logits (or a base that is renewed less often: `Rounding.slack`);
+P = exp(logit - m) * 2^8 (`Rounding.p_scale`) is rounded to e4m3; every tile's P V is
 summed on its own and folded as O = O * alpha + tile. Two row sums are kept: of the rounded P, which divides the output,
 and of the unrounded P, which gives lse. Partial results of splits are merged with weights exp(lse_i - lse), where these
 lse are those of the rounded sums, so that the weights add up to 1. The output is multiplied by kv_scale and rounded
@@ -93,6 +94,8 @@ class Rounding:
     `split_n` at whose multiples splits are cut (None: `block_n`; tiles begin anew with each split),
     `running_max` the maximum that logits are taken relative to ("exact", or raised to the next "power_of_two" of its
     exp, so that a new maximum scales P by a power of two and rounds it alike in every tile and split),
+    `slack` by how many powers of two a tile's maximum may lie above it before it is renewed (0: a running maximum, and
+    P at most `p_scale`; else a base that mostly stays that of a split's first tile, and P at most p_scale * 2^slack),
     `pv_accumulator` and `qk_accumulator` the accumulator models, `out_format` element of the output.
     """
 
@@ -102,6 +105,7 @@ class Rounding:
     block_n: int = 64
     split_n: int | None = None
     running_max: Literal["exact", "power_of_two"] = "exact"
+    slack: float = 0.0
     pv_accumulator: Accumulator | None = None
     qk_accumulator: Accumulator | None = None
     out_format: str | None = None
@@ -116,18 +120,36 @@ class Rounding:
             raise ValueError(f"row_sum: expected 'rounded' or 'unrounded', got {self.row_sum!r}")
         if self.running_max not in ("exact", "power_of_two"):
             raise ValueError(f"running_max: expected 'exact' or 'power_of_two', got {self.running_max!r}")
+        if not 0.0 <= self.slack < math.inf:
+            raise ValueError(f"slack: expected a finite number of at least 0, got {self.slack}")
+        if self.slack > 0 and self.running_max != "exact":
+            raise ValueError(f"slack: expected 0 beside running_max {self.running_max!r}, got {self.slack}")
+        if self.slack > 0 and self.p_format == "e4m3" and self.p_scale * 2.0**self.slack > _LARGEST_E4M3:
+            raise ValueError(
+                f"slack: expected p_scale * 2^slack of at most {_LARGEST_E4M3:g}, the largest e4m3, "
+                f"got {self.p_scale:g} * 2^{self.slack:g}"
+            )
         for name, number in (("block_n", self.block_n), ("split_n", self.split_n)):
             if number is not None and number < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {number}")
 
+
+_LARGEST_E4M3 = 448.0
 
 EXACT = Rounding()
 KERNEL = Rounding(p_format="e4m3", p_scale=256.0, out_format="bf16")
 KERNEL_BF16 = Rounding(p_format="bf16", out_format="bf16")
 KERNEL_FP16 = Rounding(p_format="fp16", out_format="fp16")
 # Hopper's e4m3 kernel: tiles of 128 tokens, q · k in the tensor core for all 18 steps, P · V for the four of a tile.
+# The maximum is renewed only where P would not fit e4m3 (32 * 2^3.75 = 430.5), so that hardly a tile waits for one.
 KERNEL_SM90A = replace(
-    KERNEL, block_n=128, split_n=64, qk_accumulator=Accumulator(), pv_accumulator=Accumulator(promote_every=128)
+    KERNEL,
+    p_scale=32.0,
+    slack=3.75,
+    block_n=128,
+    split_n=64,
+    qk_accumulator=Accumulator(),
+    pv_accumulator=Accumulator(promote_every=128),
 )
 
 
@@ -299,7 +321,7 @@ def _rows(
     p = logits.view(-1, tiles, block)
     running = p.amax(-1)  # [r, tiles], then its running maximum inside each split
     for begin, end in bounds:
-        running[:, begin:end] = running[:, begin:end].cummax(-1).values
+        running[:, begin:end] = _base(running[:, begin:end], rounding.slack * math.log(2.0))
     if rounding.running_max == "power_of_two":
         running = (running / math.log(2.0)).ceil() * math.log(2.0)
     top = running.amax(-1, keepdim=True)
@@ -321,6 +343,18 @@ def _rows(
     lse = top.squeeze(-1) + (exact_sum / rounding.p_scale).log()
     none = top == -math.inf
     return (out / divisor.unsqueeze(-1)).masked_fill(none, 0.0), lse.masked_fill(none.squeeze(-1), -math.inf)
+
+
+def _base(maxima: torch.Tensor, slack: float) -> torch.Tensor:
+    """What P of each tile is taken relative to, from the maxima [r, tiles] of the tiles of a split."""
+    if slack == 0:
+        return maxima.cummax(-1).values
+    bases = torch.empty_like(maxima)
+    base = torch.full_like(maxima[:, 0], -math.inf)
+    for t, now in enumerate(maxima.unbind(-1)):
+        base = torch.where(now > base + slack, now, base)
+        bases[:, t] = base
+    return bases
 
 
 def _pv_accumulated(

@@ -22,6 +22,7 @@ from mla_kernels.reference import (
     EXACT,
     KERNEL,
     KERNEL_BF16,
+    KERNEL_SM90A,
     Accumulator,
     Rounding,
     attention,
@@ -64,6 +65,8 @@ def literal(
             keys = kv[tile : min(tile + rounding.block_n, end, n)]
             logits = [float(q @ key) * scale for key in keys]
             new = max(m, *logits)
+            if rounding.slack and new <= m + rounding.slack * math.log(2.0):
+                new = m  # the base holds
             alpha = math.exp(m - new) if m > -math.inf else 0.0
             p = torch.tensor([math.exp(x - new) * rounding.p_scale for x in logits], dtype=torch.float64)
             r = round_to(p, rounding.p_format) if rounding.p_format else p
@@ -119,6 +122,9 @@ ROUNDINGS = {
     "block-128": replace(KERNEL, block_n=128),
     "only-p": Rounding(p_format="e4m3", p_scale=256.0),
     "only-out": Rounding(out_format="bf16"),
+    "slack-on-gpu": replace(KERNEL, p_scale=KERNEL_SM90A.p_scale, slack=KERNEL_SM90A.slack, block_n=128),
+    "little-slack": replace(KERNEL, slack=0.5),
+    "much-slack": Rounding(p_format="bf16", slack=30.0),
 }
 
 
@@ -186,6 +192,37 @@ def test_a_power_of_two_maximum_rounds_p_alike_in_every_split() -> None:
         for n in (1, 7)
     ]
     assert relative(moving[1], moving[0]) > 1e-3
+
+
+def test_with_slack_a_base_holds_until_a_tile_lies_above_it() -> None:
+    """Tiles of 2 keys with given logits: the bases, and with them P in e4m3, from what comes out."""
+    logits = [0.0, -1.0, 3.0, 2.0, 4.0, 1.0, 8.2, 8.1, 3.0, 12.0]  # in powers of two
+    bases = {0.0: [0, 3, 4, 8.2, 12], 3.75: [0, 0, 4, 8.2, 12], 4.75: [0, 0, 0, 8.2, 8.2]}
+    kv = torch.zeros(1, len(logits), D, dtype=torch.float64)
+    kv[0, :, D_V] = torch.tensor(logits, dtype=torch.float64) * math.log(2.0)
+    kv[0, :, :10] = torch.eye(10, dtype=torch.float64)  # V: out is P over its sum
+    q = torch.zeros(1, 1, 1, D, dtype=torch.float64)
+    q[..., D_V] = 1.0
+    for slack, expected in bases.items():
+        rounding = Rounding(p_format="e4m3", p_scale=16.0, slack=slack, block_n=2)
+        out, lse = attention(q, kv, [len(logits)], sm_scale=1.0, rounding=rounding)
+        base = torch.tensor(expected, dtype=torch.float64).repeat_interleave(2)
+        p = round_to(torch.exp2(torch.tensor(logits, dtype=torch.float64) - base) * 16.0, "e4m3") * torch.exp2(base)
+        torch.testing.assert_close(out[0, 0, 0, :10], p / p.sum(), rtol=1e-12, atol=0)
+        exact = torch.tensor(logits, dtype=torch.float64) * math.log(2.0)
+        assert float(lse) == pytest.approx(float(exact.logsumexp(0)), abs=1e-12)
+
+
+def test_with_slack_every_p_fits_e4m3() -> None:
+    """Rising logits, the worst there are: P saturates nowhere, since unrounded and rounded P differ by less than half."""
+    kv = stored(1, 2000, D, seed=11)
+    kv[0, :, D_V] = torch.linspace(-40.0, 40.0, 2000, dtype=torch.float64)
+    q = stored(1, 1, 4, D, seed=12)
+    exact, _ = attention(q, kv, [2000], sm_scale=SM_SCALE)
+    p = KERNEL_SM90A
+    out, _ = attention(q, kv, [2000], sm_scale=SM_SCALE, rounding=replace(p, qk_accumulator=None, pv_accumulator=None))
+    assert relative(out, exact) < 2.0**-4
+    assert p.p_scale * 2.0**p.slack <= 448.0
 
 
 @settings(max_examples=15, deadline=None)
@@ -365,6 +402,8 @@ def test_kernel_rounding(dtype: Any) -> None:
     if rounding.p_format == "e4m3":
         assert on_gpu == replace(
             rounding,
+            p_scale=32.0,
+            slack=3.75,
             block_n=128,
             split_n=64,
             qk_accumulator=Accumulator(13, 32),
@@ -395,6 +434,16 @@ def args(**changes: Any) -> dict[str, Any]:
         (lambda: Rounding(p_scale=3.0), r"p_scale: expected a power of two, got 3\.0"),
         (lambda: Rounding(row_sum="both"), r"row_sum: expected 'rounded' or 'unrounded', got 'both'"),
         (lambda: Rounding(running_max="lazy"), r"running_max: expected 'exact' or 'power_of_two', got 'lazy'"),
+        (lambda: Rounding(slack=-1.0), r"slack: expected a finite number of at least 0, got -1\.0"),
+        (lambda: Rounding(slack=math.inf), r"slack: expected a finite number of at least 0, got inf"),
+        (
+            lambda: Rounding(slack=1.0, running_max="power_of_two"),
+            r"slack: expected 0 beside running_max 'power_of_two', got 1\.0",
+        ),
+        (
+            lambda: replace(KERNEL, slack=1.0),
+            r"slack: expected p_scale \* 2\^slack of at most 448, the largest e4m3, got 256 \* 2\^1",
+        ),
         (lambda: Rounding(block_n=0), r"block_n: expected a positive integer, got 0"),
         (lambda: Accumulator(fraction_bits=0), r"fraction_bits: expected 1 to 40, got 0"),
         (lambda: Accumulator(k_step=0), r"k_step: expected a positive integer, got 0"),

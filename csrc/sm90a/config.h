@@ -17,13 +17,18 @@ inline constexpr int kNopeTileBytes = kBlockN * kDimNope;
 inline constexpr int kRopeTileBytes = kBlockN * kDimRope;
 inline constexpr int kTileBytes = kNopeTileBytes + kRopeTileBytes;  // 36 KB: 64 tokens
 inline constexpr int kStepTokens = 2 * kBlockN;                     // one maximum, one P, one promotion
-inline constexpr int kRopeStages = 3;                               // of the rope part, which only Q K^T needs
+inline constexpr int kSlotBytes = kStepTokens * kChunkBytes;        // 16 KB: 128 dims of a step
+inline constexpr int kRopeStepBytes = kStepTokens * kDimRope;       // 8 KB
 inline constexpr int kPBuffers = 2;
 inline constexpr int kScaleBuffers = 4;
-inline constexpr int kRehearsalTiles = 4;               // two steps: see rehearse() in work.cuh
-inline constexpr int kWorkSlots = 8;                    // ring of work: the loader is at most 7 items ahead
-inline constexpr int kBlocksM = kDimNope / 2 / kRowsM;  // 4 blocks of 64 dims for each values warpgroup
-inline constexpr int kMostCtas = 144;                   // SMs of a whole GH100; the workspace is sized for it
-inline constexpr int kMinTmaPage = 64;                  // smaller pages are gathered with cp.async
+// P = 2^(x - base) * 2^kLogLazyScale in e4m3, x a logit in powers of two. A line's base is the maximum of its first
+// step; it is renewed when an x lies more than kLogMostP - kLogLazyScale above it: 2^kLogMostP < 448.
+inline constexpr int kLogLazyScale = 5;
+inline constexpr float kLogMostP = 8.75f, kMostP = 430.5f;  // 2^8.75 = 430.54
+inline constexpr int kRehearsalSteps = 2;                   // see rehearse() in work.cuh
+inline constexpr int kWorkSlots = 8;                        // ring of work: the loader is at most 7 items ahead
+inline constexpr int kBlocksM = kDimNope / 2 / kRowsM;      // 4 blocks of 64 dims for each values warpgroup
+inline constexpr int kMostCtas = 144;                       // SMs of a whole GH100; the workspace is sized for it
+inline constexpr int kMinTmaPage = 64;                      // smaller pages are gathered with cp.async
 
 }  // namespace mla::sm90a

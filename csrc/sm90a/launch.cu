@@ -132,11 +132,11 @@ void encode(CUtensorMap* map, const char* name, const void* address, const cuuin
                                 std::to_string(static_cast<int>(r)));
 }
 
-// Of e4m3, 64 tokens a box: [outer][4 chunks][tokens][128 B] and [outer][tokens][64 B].
+// Of e4m3, 64 tokens and some chunks a box: [outer][4 chunks][tokens][128 B] and [outer][tokens][64 B].
 void encode_nope(CUtensorMap* map, const char* name, const void* address, cuuint64_t tokens, cuuint64_t token,
-                 cuuint64_t outer, cuuint64_t outer_stride) {
+                 cuuint64_t outer, cuuint64_t outer_stride, cuuint32_t chunks) {
   encode<4>(map, name, address, {kChunkBytes, tokens, kChunks, outer}, {token, kChunkBytes, outer_stride},
-            {kChunkBytes, kBlockN, kChunks, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B);
+            {kChunkBytes, kBlockN, chunks, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 void encode_rope(CUtensorMap* map, const char* name, const void* address, cuuint64_t tokens, cuuint64_t token,
                  cuuint64_t outer, cuuint64_t outer_stride) {
@@ -155,7 +155,7 @@ void encode_cache(KernelParams& p) {
               CU_TENSOR_MAP_SWIZZLE_128B);
     return;
   }
-  encode_nope(&p.kv_nope, "kv_cache", d.kv_cache, tokens, token, pages, page);
+  encode_nope(&p.kv_nope, "kv_cache", d.kv_cache, tokens, token, pages, page, 1);
   encode_rope(&p.kv_rope, "kv_cache", static_cast<const uint8_t*>(d.kv_cache) + kDimNope, tokens, token, pages, page);
 }
 
@@ -177,7 +177,7 @@ bool encode_q(KernelParams& p) {
   if (!p.q_aligned) return false;
   for (const cuuint64_t stride : {nope, rope, nope_row, rope_row})
     if (stride == 0 || stride >> 40 != 0) return false;
-  encode_nope(&p.q_nope, "q_nope", d.q_nope, lines, nope, rows, nope_row);
+  encode_nope(&p.q_nope, "q_nope", d.q_nope, lines, nope, rows, nope_row, kChunks);
   encode_rope(&p.q_rope, "q_pe", d.q_pe, lines, rope, rows, rope_row);
   return true;
 }
@@ -235,14 +235,13 @@ void launch(const DecodeParams& params, void* workspace, cudaStream_t stream, co
   p.capacity = x.capacity;
   p.q_aligned = q_aligned(params);
   const bool tma = (1 << params.page_size_log2) >= kMinTmaPage && params.num_blocks > 0;
-  if (tma) encode_cache(p);
-
   int device = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const int64_t splits = x.bytes == 0 ? 1 : params.num_kv_splits > 0 ? params.num_kv_splits : kMaxSplits;
   p.m = machine_of(params.b, x.lines, wide(params), !tma, sms);
   const int n = p.m.lines_a_tile;
+  if (tma) encode_cache(p);
   p.q_tma = !wide(params) && n == kRowsM && encode_q(p);
   const int64_t pieces = params.b * std::min<int64_t>(splits, num_tiles(x.capacity));
   const int64_t most = std::max<int64_t>(1, pieces * p.m.line_tiles);

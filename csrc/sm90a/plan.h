@@ -63,8 +63,8 @@ struct PlanCost {
       // A tile where memory does not bound; what a piece of work adds; the merge; a partial of 2 KB a line, there and
       // back.
       : tile(m.wide                 ? 2000 / 16
-             : m.lines_a_tile == 64 ? 1400 / 16
-                                    : 900 / 16),
+             : m.lines_a_tile == 64 ? 920 / 16
+                                    : 800 / 16),
         item(m.wide ? 5000 / 16 : 3500 / 16),
         merge(3000 / 16),
         piece(static_cast<uint32_t>(m.lines_a_tile) * 2048 / 2200 / 16 + 1) {}

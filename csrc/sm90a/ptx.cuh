@@ -26,6 +26,13 @@ __device__ __forceinline__ int thread_again() {
   return x;
 }
 
+// x, kept in a register: the compiler does not work it out anew from threadIdx.
+template <class X>
+__device__ __forceinline__ X kept(X x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- mbarriers ----
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
@@ -81,11 +88,9 @@ __device__ __forceinline__ void finish_copies(int barrier) {
   warpgroup_sync(barrier);
 }
 
-// Predicated, not branched around: all warps of a warpgroup must meet at the same wgmma.
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x, bool really) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.u32 [%0], %1;\n}" ::"r"(address), "r"(x),
-               "r"(static_cast<int>(really))
-               : "memory");
+template <int kOffset>
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.u32 [%0 + %2], %1;" ::"r"(address), "r"(x), "n"(kOffset) : "memory");
 }
 
 // ---- values ----
@@ -151,7 +156,10 @@ struct Gmma<32> {
 template <>
 struct Gmma<64> {
   using RS = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
-  using SS = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>;
+};
+template <>
+struct Gmma<128> {
+  using SS = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
 };
 
 using ScaleOut = cute::SM90::GMMA::ScaleOut;
@@ -168,18 +176,26 @@ __device__ __forceinline__ void gmma_ss(float (&d)[R], uint64_t a, uint64_t b, S
 // The first product of a sum, d = a b: its registers are written only. (CuTe's atom also reads them, so that whatever
 // the code made of the old sum must end up in the same registers; ptxas then fences each of those writes against the
 // products under way.)
-__device__ __forceinline__ void gmma_ss_first(float (&d)[32], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void gmma_ss_first(float (&d)[64], uint64_t a, uint64_t b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1;\n}"
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1;\n}"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), "=f"(d[8]),
         "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]), "=f"(d[16]),
         "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), "=f"(d[24]),
-        "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+        "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]), "=f"(d[32]),
+        "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]), "=f"(d[40]),
+        "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]), "=f"(d[48]),
+        "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]), "=f"(d[56]),
+        "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
       : "l"(a), "l"(b));
 }
 

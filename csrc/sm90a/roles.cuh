@@ -12,7 +12,7 @@
 
 namespace mla::sm90a {
 
-enum NamedBarrier : int { kScoresBarrier = 1 };
+enum NamedBarrier : int { kScoresBarrier = 1, kValuesBarrier = 2 };  // and the one after, one a warpgroup
 
 // Where column (line) `c` of a tile keeps its alpha: the values warps read four floats at a time, lane j of a quad its
 // own columns 8n + 2j, 8n + 2j + 1, and the four lanes neighbouring 16-byte pieces.
@@ -21,17 +21,8 @@ __device__ __forceinline__ int column_slot(int c) {
   return (k >> 2) * 16 + j * 4 + (k & 3);
 }
 
-// Where a role is in the ring of stages.
-template <int kSize>
-struct Ring {
-  int at = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++at == kSize) {
-      at = 0;
-      phase ^= 1;
-    }
-  }
-};
+// Zero, which the compiler does not know: an address plus (x & zero) is there only when x is. A load from shared memory
+// is done when something waits for what it loads, and nothing else keeps an arrive behind it.
+__device__ __forceinline__ uint32_t unknown_zero(const KernelParams& p) { return static_cast<uint32_t>(p.d.h_q) >> 16; }
 
 }  // namespace mla::sm90a

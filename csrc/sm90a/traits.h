@@ -16,10 +16,10 @@ namespace mla::sm90a {
 
 // Everything the kernels get. Read from constant memory; the tensor maps must keep their 64-byte alignment.
 struct KernelParams {
-  CUtensorMap kv_nope;  // [num_blocks][4 chunks][page_size][128 B], 128-byte swizzle, box 64 tokens x 4 chunks; for
-                        // bf16 and fp16 nine chunks, rope included, box 64 tokens x 1 chunk
+  CUtensorMap kv_nope;  // [num_blocks][4 chunks][page_size][128 B], 128-byte swizzle, box 64 tokens x 1 chunk; for
+                        // bf16 and fp16 nine chunks, rope included
   CUtensorMap kv_rope;  // [num_blocks][page_size][64 B], 64-byte swizzle, box 64 tokens
-  CUtensorMap q_nope;   // e4m3: the same of q, with rows of the batch as pages and lines as tokens
+  CUtensorMap q_nope;   // e4m3: the same of q, with rows of the batch as pages and lines as tokens, box of 4 chunks
   CUtensorMap q_rope;
   DecodeParams d;
   const float* q_scale;  // device, one float each, or null: factors of d.logit_scale, and of d.out_scale
@@ -67,31 +67,35 @@ struct Traits {
   static constexpr int N = N_;         // query lines of a CTA: 16, 32 or 64
   static constexpr bool kTma = kTma_;  // pages of 64 tokens and more by TMA; smaller ones are gathered with cp.async
   static_assert(kTma || N < 64, "the gathering loader has no registers beside 64 lines");
-  static constexpr int kAccumulators = N / 2;              // registers of one m64nN fp32 tile
-  static constexpr int kStages = 5;                        // tiles of 64 tokens
-  static constexpr int kAlphaKept = N == 64 ? 0 : N / 16;  // groups of four columns whose alpha stays in registers
+  static constexpr int kAccumulators = N / 2;  // registers of one m64nN fp32 tile
+  static constexpr int kSlots = 10;            // 128 dims of 128 tokens each: two and a half steps
+  static constexpr int kSumsWarps = N == 64 ? 2 : 1;
   // setmaxnreg moves registers to where O is.
   static constexpr int kLaunchRegisters = 128;  // 65536 / kThreads
-  static constexpr int kLoaderRegisters = N == 64 ? 32 : 56;
-  static constexpr int kScoresRegisters = N == 64 ? 96 : 152;
+  static constexpr int kLoaderRegisters = N == 64 ? 24 : 56;
+  static constexpr int kScoresRegisters = N == 64 ? 104 : 152;
   static constexpr int kValuesRegisters = N == 64 ? 192 : 152;
   static_assert(kLoaderRegisters + kScoresRegisters + 2 * kValuesRegisters <= 512);
 
   struct SharedStorage {
     alignas(1024) uint8_t q[kRowsM * kDim];  // [4][64 lines][128 B] swizzle 128 B, then [64][64 B] swizzle 64 B
-    alignas(1024) uint8_t kv_nope[kStages][kNopeTileBytes];  // the same with tokens as lines; K and V at once
-    alignas(1024) uint8_t kv_rope[kRopeStages][kRopeTileBytes];
+    alignas(1024) uint8_t kv_nope[kSlots][kSlotBytes];    // [128 tokens][128 B], swizzle 128 B; K and V at once
+    alignas(1024) uint8_t kv_rope[kRopeStepBytes];        // [128 tokens][64 B], swizzle 64 B
     alignas(1024) uint8_t p[kPBuffers][N * kStepTokens];  // [N lines][128 tokens, permuted] e4m3, swizzle 128 B
     alignas(16) float alpha[kPBuffers][N];                // rescale of O for this step, order of column_slot()
-    alignas(16) float final_scale[kScaleBuffers][N];      // valid with the last step: scale / row sum
+    alignas(4) uint8_t renewed[kPBuffers][4];             // not 0: some line of this scores warp has an alpha
+    alignas(16) float final_scale[kScaleBuffers][N];      // with the last step: shift, then scale / row sum
     WorkList list;
-    alignas(8) uint64_t q_full;                   // q of an item is there (by TMA)
-    alignas(8) uint64_t q_empty;                  // scores are done with it
-    alignas(8) uint64_t kv_full[kStages];         // the tokens of the stage are there, with their rope part
-    alignas(8) uint64_t kv_empty[kStages];        // both values warpgroups are done with them
-    alignas(8) uint64_t rope_empty[kRopeStages];  // scores are done with the rope part
-    alignas(8) uint64_t p_full[kPBuffers];   // P, alpha (and final_scale) of a step are written; scores are done with K
-    alignas(8) uint64_t p_empty[kPBuffers];  // both values warpgroups are done with P and alpha
+    alignas(8) uint64_t q_full;              // q of an item is there (by TMA)
+    alignas(8) uint64_t q_empty;             // scores are done with it
+    alignas(8) uint64_t kv_full[kSlots];     // the tokens of the slot are there
+    alignas(8) uint64_t kv_empty[kSlots];    // its values warpgroup is done with them
+    alignas(8) uint64_t rope_full;           // the same of the rope part
+    alignas(8) uint64_t rope_empty;          // scores are done with it
+    alignas(8) uint64_t p_full[kPBuffers];   // P, alpha (and shift) of a step are written; scores are done with K
+    alignas(8) uint64_t p_empty[kPBuffers];  // values and sums are done with P and alpha
+    alignas(8) uint64_t sums_full[2];        // final_scale of an item is there
+    alignas(8) uint64_t multiplied[2];       // Q K^T of a step is done, or need not be waited for
   };
   static constexpr int kSharedBytes = static_cast<int>(sizeof(SharedStorage));
   static_assert(kSharedBytes <= 232448, "227 KB is what a CTA can have");

@@ -109,8 +109,8 @@ __device__ __forceinline__ void rehearse(const KernelParams& p, WorkList& list) 
   if ((threadIdx.x & 31) != 0) return;
   Work w{};
   w.line_tile = p.m.line_tiles;
-  w.len = kRehearsalTiles * kBlockN + p.d.s_q;  // all lines see all tokens
-  w.tile_end = kRehearsalTiles;
+  w.len = kRehearsalSteps * kStepTokens + p.d.s_q;  // all lines see all tokens
+  w.tile_end = kRehearsalSteps * kStepTokens / kBlockN;
   list.ring[0] = w;
   list.ring[1].row = -1;
 }

@@ -30,6 +30,7 @@ inline constexpr int kMaxHeads = 128;             // h_q
 inline constexpr int kMaxQueryTokens = 8;         // s_q
 inline constexpr int kMaxPageSize = 256;          // powers of two up to this
 inline constexpr int kMaxSplits = 128;            // num_kv_splits
-inline constexpr int kLogPScale = 8;              // P is stored as exp(logit - max) * 2^8 in e4m3: 256 < 448
+inline constexpr int kLogPScale = 8;              // P is stored as exp(logit - max) * 2^8 in e4m3: 256 < 448 (not in
+                                                  // sm90a: see its config.h)
 
 }  // namespace mla

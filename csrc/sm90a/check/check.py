@@ -5,12 +5,13 @@
     check.py LIBRARY correct | tiny | fast | bench PEERS [bxhxs,...] | cold PEERS bxhxs,... | profile b h s splits
 
 LIBRARY comes from check/build.sh, PEERS is the folder of FlashMLA's libraries. References are float64 on the same e4m3
-values: `exact`, and `stage`, which also rounds P to e4m3 against the running maximum of steps of 128 tokens (64 for
-bf16) as the kernel does. Exits with 1 if a check fails.
+values: `exact`, and `stage`, which also rounds P to e4m3 against each line's base (the running maximum for bf16) as the
+kernel does. Exits with 1 if a check fails.
 """
 
 import ctypes
 import itertools
+import math
 import os
 import sys
 
@@ -19,6 +20,7 @@ import torch
 i64, i32, f32, ptr = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 DEV = "cuda"
 E4M3 = torch.float8_e4m3fn
+P_SCALE, SLACK = 32, 3.75  # of config.h
 WIDE = (("bf16", torch.bfloat16), ("fp16", torch.float16))
 
 
@@ -173,9 +175,15 @@ class Problem:
             steps = (hi - lo + step - 1) // step
             pad = steps * step - (hi - lo)
             xt = torch.nn.functional.pad(x[:, lo:hi], (0, pad), value=-torch.inf).reshape(lines, steps, step)
-            m = xt.amax(-1).cummax(1).values
+            m = xt.amax(-1)
+            if self.dtype == E4M3:  # the base of a line holds until a step lies SLACK above it
+                bases = [torch.full_like(m[:, 0], -torch.inf)]
+                for now in m.unbind(1):
+                    bases.append(torch.where(now > bases[-1] + SLACK * math.log(2), now, bases[-1]))
+                m, top = torch.stack(bases[1:], 1), P_SCALE
+            else:
+                m, top = m.cummax(1).values, 1
             safe = m.masked_fill(m == -torch.inf, 0)
-            top = 256 if self.dtype == E4M3 else 1
             p = (torch.exp(xt - safe[..., None]) * top).float().to(self.dtype).double()
             p *= torch.exp(safe - safe[:, -1:])[..., None]
             total = p.sum((1, 2))
@@ -402,13 +410,17 @@ def bench(libs, peers, shapes):
 
 
 def cold(libs, peers, shapes, rounds=20):
-    """Graph replays in turns, each after a read of 512 MB: medians. s with a u: rows of s - 1000 to s tokens."""
+    """Graph replays in turns, each after a read of 512 MB: medians.
+
+    s with a u: rows of s - 1000 to s tokens; s/n: n splits.
+    """
     buffer = torch.zeros(1 << 27, dtype=torch.int32, device=DEV)
     event = lambda: torch.cuda.Event(enable_timing=True)  # noqa: E731
     for b, h, s in shapes:
-        n = int(s.rstrip("u"))
-        lens = [n - (i * 977) % 1001 for i in range(b)] if s.endswith("u") else [n] * b
-        pr = Problem(lens, h, hostile=False, spare=0)
+        length, _, splits = s.partition("/")
+        n = int(length.rstrip("u"))
+        lens = [n - (i * 977) % 1001 for i in range(b)] if length.endswith("u") else [n] * b
+        pr = Problem(lens, h, hostile=False, spare=0, splits=int(splits or 0))
         calls = {name: pr.runner(lib) for name, lib in libs}
         calls["flashmla"] = peer(peers, pr, pr.sm_scale)
         graphs = {}
