@@ -214,7 +214,7 @@ def test_with_slack_a_base_holds_until_a_tile_lies_above_it() -> None:
 
 
 def test_with_slack_every_p_fits_e4m3() -> None:
-    """Rising logits, the worst there are: P saturates nowhere, since unrounded and rounded P differ by less than half."""
+    """Rising logits, the worst there are: P saturates nowhere, or the error would be larger."""
     kv = stored(1, 2000, D, seed=11)
     kv[0, :, D_V] = torch.linspace(-40.0, 40.0, 2000, dtype=torch.float64)
     q = stored(1, 1, 4, D, seed=12)
