@@ -213,6 +213,7 @@ def measure_speed(
     plans: Sequence[int | None] = (None,),
     s_q: int = 1,
     page_size: int = 64,
+    q_std: float = 1.0,
     rounds: int = 30,
     graph: bool = True,
     seed: int = 0,
@@ -225,6 +226,7 @@ def measure_speed(
         dtypes: of the cache, among e4m3 and bf16.
         names: of peers; None means all.
         plans: num_kv_splits of our kernel, a contestant each; None is the automatic plan.
+        q_std: of the queries, and times 24 sm_scale that of the logits: the speed of the Hopper kernel depends on it.
         rounds: timed calls of each contestant.
         graph: replay a CUDA graph where the call can be captured.
         say: told a line for each row.
@@ -242,7 +244,7 @@ def measure_speed(
     for b, h_q, s in shapes:
         with _clean(on):
             inputs = paged_inputs(
-                b, h_q, s, s_q=s_q, page_size=page_size, dtypes=dtypes, device=on, seed=seed
+                b, h_q, s, s_q=s_q, page_size=page_size, dtypes=dtypes, q_std=q_std, device=on, seed=seed
             )  # fmt: skip
             compared = _spread(b, 2)
             truth = {dtype: _reference(args, compared) for dtype, args in inputs.items()}
@@ -414,6 +416,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--page-size", type=int, default=64)
         sub.add_argument("--seed", type=int, default=0)
     speed.add_argument("--rows", type=_shapes, default=QUICK, help="table, quick (default) or BxHxS,…")
+    speed.add_argument("--q-std", type=float, default=1.0, help="of the queries (default: 1)")
     speed.add_argument("--rounds", type=int, default=30, help="timed calls of each (default: 30)")
     speed.add_argument("--timing", choices=("graph", "eager"), default="graph", help="default: graph replays")
     speed.add_argument("--ceiling-bytes", type=int, help="bytes of the memory limits; default: 4 GiB, CPU 256 MiB")
@@ -466,9 +469,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in limits:
             say(f"{row['name']}: {row['value']} ({row['how']})")
         graph = options.timing == "graph"
-        rows, absent, versions = measure_speed(options.rows, rounds=options.rounds, graph=graph, **common)
+        rows, absent, versions = measure_speed(
+            options.rows, q_std=options.q_std, rounds=options.rounds, graph=graph, **common
+        )
         absent |= failed
-        more: dict[str, Any] = {"rounds": options.rounds}
+        more: dict[str, Any] = {"rounds": options.rounds, "q_std": options.q_std}
     else:
         rows, absent, versions = measure_accuracy(
             options.lengths, q_stds=options.q_std, batches=options.batches, h_q=options.heads,

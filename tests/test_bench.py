@@ -229,10 +229,11 @@ def test_command_line_records_a_run(tmp_path: Path, cpu_build: build.Built, caps
     words = [
         "gpu", "--device", "cpu", "--rows", "1x2x64,2x1x100", "--rounds", "1", "--peers", "torch_sdpa",
         "--ceiling-bytes", "1048576", "--ceiling-n", "64", "--commit", "abc", "--record", str(record),
-        "--library", str(cpu_build.path),
+        "--library", str(cpu_build.path), "--q-std", "2.5",
     ]  # fmt: skip
     assert bench.main(words) == 0
     source, rows = measurements.read_measurements(record)
+    assert source["q_std"] == 2.5
     kernels = [row["kernel"] for row in rows]
     assert kernels == ["ceiling"] * 3 + ["mla_kernels", "mla_kernels", "torch_sdpa", "torch_sdpa"] * 2
     assert source["commit"] == "abc"
