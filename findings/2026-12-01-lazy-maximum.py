@@ -74,4 +74,6 @@ assert ratios["shifted_mean", 0.1] < 1.1, "rows of many equal tokens lose nothin
 assert all(abs(gain) < 1e-3 for _, gain in errors.values()), "the gain stays"
 assert renewing[1.0, 3.75] < 1.0 < renewing[1.0, 2.75] < renewing[1.0, 0.0], "slack saves renewals"
 assert renewing[3.0, 3.75] > 10.0, "wide logits renew anyway"
-print("holds: a base that lasts costs accuracy where few tokens carry a row, and saves renewals where logits are narrow")
+print(
+    "holds: a base that lasts costs accuracy where few tokens carry a row, and saves renewals where logits are narrow"
+)
