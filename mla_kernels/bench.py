@@ -63,13 +63,17 @@ def paged_inputs(
     distribution: str = "zero_mean",
     q_std: float | None = None,
     sm_scale: float = SM_SCALE,
+    spread: int = 0,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """Arguments of `mla_decode` for each of `dtypes`: one draw, rounded to bf16 and from there to e4m3, scales 1.
 
-    All rows have s tokens; the pages are shuffled, and the cache holds no others.
+    All rows have s tokens, or with a `spread` s - spread to s of them; the pages are shuffled, and the cache holds no
+    others.
     """
+    if not 0 <= spread < s:
+        raise ValueError(f"spread: expected 0 to {s - 1}, fewer than the {s} tokens of the longest row, got {spread}")
     generator = torch.Generator(device=device).manual_seed(seed)
     kind = DISTRIBUTIONS[distribution]
     pages = -(-s // page_size)
@@ -91,7 +95,7 @@ def paged_inputs(
             "q_nope": stored[..., :D_V].contiguous(),
             "q_pe": stored[..., D_V:].contiguous(),
             "kv_cache": cache,
-            "seq_lens": torch.full((b,), s, dtype=torch.int32, device=device),
+            "seq_lens": (s - torch.arange(b) * 977 % (spread + 1)).to(device, torch.int32),
             "block_table": order.view(b, pages),
             "sm_scale": sm_scale,
             "q_scale": 1.0,
@@ -214,6 +218,7 @@ def measure_speed(
     s_q: int = 1,
     page_size: int = 64,
     q_std: float = 1.0,
+    spread: int = 0,
     rounds: int = 30,
     graph: bool = True,
     seed: int = 0,
@@ -227,14 +232,16 @@ def measure_speed(
         names: of peers; None means all.
         plans: num_kv_splits of our kernel, a contestant each; None is the automatic plan.
         q_std: of the queries, and times 24 sm_scale that of the logits: the speed of the Hopper kernel depends on it.
+        spread: rows have s - spread to s tokens.
         rounds: timed calls of each contestant.
         graph: replay a CUDA graph where the call can be captured.
         say: told a line for each row.
 
     Returns:
         rows of speed.json; who is absent and why; versions of the peers. A row that has no time has `reason`. Beside
-        the columns of every row: num_kv_splits (ours; None automatic), clock (graph, eager or wall clock), l2
-        (cleared or not cleared) and relative_error (of the answer, against float64 on the same values).
+        the columns of every row: mean_s (tokens of a row, where they differ), num_kv_splits (ours; None automatic),
+        clock (graph, eager or wall clock), l2 (cleared or not cleared) and relative_error (of the answer, against
+        float64 on the same values).
     """
     on = torch.device(device)
     clock = clock_for(on)
@@ -244,8 +251,10 @@ def measure_speed(
     for b, h_q, s in shapes:
         with _clean(on):
             inputs = paged_inputs(
-                b, h_q, s, s_q=s_q, page_size=page_size, dtypes=dtypes, q_std=q_std, device=on, seed=seed
+                b, h_q, s, s_q=s_q, page_size=page_size, dtypes=dtypes, q_std=q_std, spread=spread, device=on, seed=seed
             )  # fmt: skip
+            lens = next(iter(inputs.values()))["seq_lens"]
+            drawn = {"mean_s": round(float(lens.double().mean()), 1)} if spread else {}
             compared = _spread(b, 2)
             truth = {dtype: _reference(args, compared) for dtype, args in inputs.items()}
             launches, errors, reasons = {}, {}, {}
@@ -264,7 +273,7 @@ def measure_speed(
             for contestant in contestants:
                 key = contestant.key
                 timing = timings.get(key)
-                more: dict[str, Any] = {"num_kv_splits": contestant.plan}
+                more: dict[str, Any] = {**drawn, "num_kv_splits": contestant.plan}
                 if timing is None:
                     more["reason"] = reasons[key]
                 else:
@@ -285,7 +294,7 @@ def _speed_line(row: Mapping[str, Any]) -> str:
     head = f"b={row['b']:<4} h_q={row['h_q']:<4} s={row['s']:<7} {row['kernel'] + plan:<16} {row['dtype']:<5}"
     if row["us_median"] is None:
         return f"{head} {row['reason']}"
-    shape = (row["b"], row["s_q"], row["h_q"], row["s"])
+    shape = (row["b"], row["s_q"], row["h_q"], row.get("mean_s", row["s"]))
     us = row["us_median"]
     rates = f"{flops(*shape) / us / 1e6:8.3g} TFLOP/s {moved_bytes(*shape, row['dtype']) / us / 1e6:7.3g} TB/s"
     spread = f"{us:10.1f} us ({row['us_p10']:.1f} to {row['us_p90']:.1f})"
@@ -417,6 +426,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--seed", type=int, default=0)
     speed.add_argument("--rows", type=_shapes, default=QUICK, help="table, quick (default) or BxHxS,…")
     speed.add_argument("--q-std", type=float, default=1.0, help="of the queries (default: 1)")
+    speed.add_argument("--spread", type=int, default=0, help="rows of S - SPREAD to S tokens (default: 0)")
     speed.add_argument("--rounds", type=int, default=30, help="timed calls of each (default: 30)")
     speed.add_argument("--timing", choices=("graph", "eager"), default="graph", help="default: graph replays")
     speed.add_argument("--ceiling-bytes", type=int, help="bytes of the memory limits; default: 4 GiB, CPU 256 MiB")
@@ -454,6 +464,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = None if options.peers is None else [peers.find(name).name for name in options.peers]
     except ValueError as error:
         parser.error(f"--{error}")
+    if options.what == "gpu" and not 0 <= options.spread < (shortest := min(s for _, _, s in options.rows)):
+        parser.error(f"--spread: expected 0 to {shortest - 1}, fewer than any row's tokens, got {options.spread}")
     if options.peers_dir is not None:
         peers.set_library_folder(options.peers_dir)
     _load(device, options.library)
@@ -470,10 +482,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"{row['name']}: {row['value']} ({row['how']})")
         graph = options.timing == "graph"
         rows, absent, versions = measure_speed(
-            options.rows, q_std=options.q_std, rounds=options.rounds, graph=graph, **common
+            options.rows, q_std=options.q_std, spread=options.spread, rounds=options.rounds, graph=graph, **common
         )
         absent |= failed
-        more: dict[str, Any] = {"rounds": options.rounds, "q_std": options.q_std}
+        more: dict[str, Any] = {"rounds": options.rounds, "q_std": options.q_std, "spread": options.spread}
     else:
         rows, absent, versions = measure_accuracy(
             options.lengths, q_stds=options.q_std, batches=options.batches, h_q=options.heads,

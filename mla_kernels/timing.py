@@ -207,12 +207,12 @@ def clock_for(device: torch.device | str) -> GpuClock | CpuClock:
     return GpuClock(device) if torch.device(device).type == "cuda" else CpuClock()
 
 
-def flops(b: int, s_q: int, h_q: int, s: int) -> float:
+def flops(b: int, s_q: int, h_q: int, s: float) -> float:
     """Floating-point operations of a decode: 2 · b · s_q · h_q · s · (576 + 512), the causal corner not subtracted."""
     return 2.0 * b * s_q * h_q * s * (D + D_V)
 
 
-def moved_bytes(b: int, s_q: int, h_q: int, s: int, dtype: str) -> float:
+def moved_bytes(b: int, s_q: int, h_q: int, s: float, dtype: str) -> float:
     """Bytes that a decode must move: the cache and q once in (1 byte an element in e4m3, else 2), out once out."""
     return b * ((s + s_q * h_q) * D * (1 if dtype == "e4m3" else 2) + s_q * h_q * D_V * 2.0)
 

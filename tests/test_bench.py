@@ -131,6 +131,20 @@ def test_speed_run_has_every_contestant_or_its_reason(cpu_build: build.Built) ->
     assert set(versions) == {f"{name}, {dtype}" for name in ("torch_bmm", "torch_sdpa") for dtype in ("e4m3", "bf16")}
 
 
+def test_rows_of_drawn_lengths(cpu_build: build.Built) -> None:
+    rows, _, _ = bench.measure_speed([(4, 3, 130)], device="cpu", dtypes=("e4m3",), spread=99, rounds=1)
+    lens = bench.paged_inputs(4, 3, 130, dtypes=("e4m3",), spread=99)["e4m3"]["seq_lens"].tolist()
+    assert len(set(lens)) == 4
+    assert max(lens) == 130
+    assert min(lens) >= 31
+    assert [row["kernel"] for row in rows] == ["mla_kernels", "torch_bmm", "torch_sdpa"]
+    for row in rows:
+        assert row["mean_s"] == round(sum(lens) / 4, 1)
+        assert row["relative_error"] < 3e-2
+    with pytest.raises(ValueError, match=r"spread: expected 0 to 129, fewer than the 130 tokens .* got 130"):
+        bench.paged_inputs(4, 3, 130, spread=130)
+
+
 def planted(answer: Callable[[dict[str, Any]], peers.Call], name: str = "planted", **more: Any) -> peers.Peer:
     return replace(peers.find("torch_bmm"), name=name, build=answer, **more)
 
@@ -261,6 +275,10 @@ def test_command_line_records_accuracy(tmp_path: Path, cpu_build: build.Built) -
         (["gpu", "--rows", "12x"], "shapes: expected table, quick or BxHxS,… such as 128x128x4096, got '12x'"),
         (["gpu", "--rows", "1x0x5"], "expected table, quick or BxHxS"),
         (["gpu", "--num-kv-splits", "many"], "expected auto or numbers, such as auto,1,16, got 'many'"),
+        (
+            ["gpu", "--device", "cpu", "--rows", "1x2x64,2x1x9", "--spread", "9"],
+            "--spread: expected 0 to 8, fewer than any row's tokens, got 9",
+        ),
         (["gpu", "--device", "cpu", "--dtypes", "fp4"], "--dtypes: expected e4m3, bf16, got fp4"),
         (["gpu", "--device", "cpu", "--peers", "flashmal"], "--peers: expected flashmla, fa3"),
     ],
